@@ -37,6 +37,7 @@ def command_line() -> typer.Typer:
     from easyrl.commands.samples import samples_command
     from easyrl.commands.serve import serve_command
     from easyrl.commands.sft import sft_command
+    from easyrl.commands.trace import trace_command
     from easyrl.commands.train import train_command
     from easyrl.commands.up import up_command
     from easyrl.commands.verify import verify_command
@@ -59,6 +60,7 @@ def command_line() -> typer.Typer:
     commands.command("diff")(diff_command)
     commands.command("lab")(lab_command)
     commands.command("samples")(samples_command)
+    commands.command("trace")(trace_command)
     commands.command("recipes")(recipes_command)
     commands.command("doctor")(doctor_command)
     commands.command("plan-memory")(plan_memory_command)

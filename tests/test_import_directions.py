@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "convert": "config",
     "hub": "config runtime.run_files",
     "metrics.event_log": "",
+    "timeline": "",
     "runtime.allocator": "",
     "runtime.busy_time": "",
     "runtime.seeding": "",
@@ -43,7 +44,8 @@ MAY_IMPORT = {
     "kernels.logprobs": "",
     # prompts in, micro-batches out
     "dataloaders.prompts": "schema config",
-    "dataloaders.producer": "schema metrics.event_log runtime.loop_thread runtime.printable",
+    "dataloaders.producer": "schema metrics.event_log runtime.loop_thread runtime.printable"
+    " timeline.spans",
     "dataloaders.packing": "schema",
     "dataloaders.supervised": "schema config dataloaders.prompts dataloaders.producer",
     "rewards": "schema config runtime.busy_time runtime.user_code runtime.workers.worker_pool"
@@ -53,7 +55,8 @@ MAY_IMPORT = {
     "inference_client.fetching": "schema config completion_check runtime.frames runtime.machine"
     " runtime.workers inference_client.api_keys inference_client.client inference_client.errors"
     " inference_client.adapter_names inference_client.responses inference_client.sample_stream",
-    "inference_client.pool": "schema config runtime.small_files inference_client.api_keys"
+    "inference_client.pool": "schema config runtime.small_files timeline.spans"
+    " inference_client.api_keys"
     " inference_client.adapter_names inference_client.client inference_client.errors",
     "inference_client.vllm_plugin": "",
     "inference_client.transfer": "runtime.small_files inference_client.api_keys"
@@ -112,8 +115,8 @@ MAY_IMPORT = {
     "trainer.look_ahead": "schema metrics.event_log trainer.model_outputs",
     "trainer.accumulation": "schema metrics.event_log metrics.batch_metrics"
     " metrics.logprob_agreement engines.base"
-    " runtime.collectives runtime.device_time runtime.shared_cores runtime.stopping"
-    " samples.choice trainer.look_ahead trainer.model_outputs",
+    " runtime.collectives runtime.device_time runtime.phase_clock runtime.shared_cores"
+    " runtime.stopping samples.choice trainer.look_ahead trainer.model_outputs",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
     " ledger.account ledger.exclusions runtime.device_time runtime.peak_memory"
     " runtime.phase_clock"

@@ -19,6 +19,7 @@ from easyrl.metrics.event_log import Record, ignore
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.printable import printable
 from easyrl.schema import Completion, Exclusion, ExclusionKind, Prompt, RolloutGroup, Score
+from easyrl.timeline.spans import AddSpan, ignore_span
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class RolloutGenerator:
     excluded_by: Mapping[type[Exception], ExclusionKind] = field(default_factory=dict)
     in_prompt_order: bool = False  # groups are handed out so, not in order of completion
     record: Record = ignore
+    span: AddSpan = ignore_span  # told of each group and reward
     # held while a store is written, so that one thread at a time is busy with it
     _disk: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
@@ -224,7 +226,11 @@ class RolloutGenerator:
                 completions, sample_scores = await self._samples(
                     position, prompt, sample, run.batch
                 )
+            scored_s = time.monotonic()
             scores = await self.scorer.score_group(prompt, completions, sample_scores)
+            now_s = time.monotonic()
+            self.span("group reward", scored_s, now_s, index=prompt.index)
+            self.span("group", dispatched_s, now_s, epoch=prompt.epoch, index=prompt.index)
         except tuple(self.excluded_by) as error:
             kinds = (kind for of, kind in self.excluded_by.items() if isinstance(error, of))
             excluded = Exclusion(next(kinds), printable(str(error)) or "no reason given")
@@ -249,7 +255,9 @@ class RolloutGenerator:
         async def finish(number: int) -> tuple[Completion, Any]:
             completion = await sample(number)
             batch.add_sample(position, prompt, number, completion)
+            scored_s = time.monotonic()
             scores = await self.scorer.score_sample(prompt, completion)
+            self.span("reward", scored_s, time.monotonic(), index=prompt.index, sample=number)
             self.record(
                 "response_scored",
                 epoch=prompt.epoch,

@@ -13,6 +13,7 @@ from easyrl.inference_client.errors import is_outage
 from easyrl.metrics.event_log import Record
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict
+from easyrl.runtime.phase_clock import PhaseClock
 from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
@@ -42,6 +43,7 @@ def build_accumulator(
     synchronous: bool,
     agreement_limit: float | None = None,
     cores: SharedCores | None = None,
+    clock: PhaseClock | None = None,
     samples_per_step: int = 0,
     on_trained: Callable[[float, int], object] = lambda seconds, num_groups: None,
 ) -> Accumulator:
@@ -63,6 +65,7 @@ def build_accumulator(
         # Which of them is run depends on the endpoint that answered, and decides the last bits.
         skip_without_signal=not is_strict(config),
         cores=cores or SharedCores(),
+        clock=clock or PhaseClock(),
         samples_per_step=samples_per_step,
     )
 

@@ -45,6 +45,7 @@ from easyrl.runtime.seeding import sample_seed
 from easyrl.runtime.stopping import StopRequest
 from easyrl.runtime.workers.worker_pool import WorkerPool
 from easyrl.schema import Completion, Prompt
+from easyrl.timeline.spans import AddSpan, ignore_span
 from easyrl.trainer.evaluation import Evaluator
 
 LAST = sys.maxsize  # priority of groups that all of training go before
@@ -62,6 +63,7 @@ class Inference:
     record: Record
     num_shares: int = 1  # ranks that share the endpoints, and each batch
     rewards_busy: BusyTime = field(default_factory=BusyTime)  # of training, not of evaluations
+    span: AddSpan = ignore_span  # told what the producers that are made from then on do
 
     def rollouts(self) -> RolloutGenerator:
         """A producer of training groups."""
@@ -171,6 +173,7 @@ class Inference:
             excluded_by={PromptTooLong: "too_long", PromptRejected: "refused"},
             in_prompt_order=in_prompt_order,
             record=record,
+            span=self.span if room is None else ignore_span,
         )
 
 

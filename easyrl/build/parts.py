@@ -21,6 +21,7 @@ from easyrl.build.rollouts import open_rollouts
 from easyrl.build.run import open_run
 from easyrl.build.run_length import tell_run
 from easyrl.build.servers import start_servers
+from easyrl.build.timeline import open_timeline, phase_clock, record_inference
 from easyrl.build.trainer import build_trainer
 from easyrl.build.watchdog import watch_progress
 from easyrl.config import Config
@@ -28,7 +29,6 @@ from easyrl.config.records import RecordsConfig
 from easyrl.engines.base import TrainEngine
 from easyrl.ledger.certificate.seal import SealKey
 from easyrl.runtime.determinism import remember_arithmetic
-from easyrl.runtime.phase_clock import PhaseClock
 from easyrl.runtime.run_folder import keep_config
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.start_phases import StartPhases
@@ -86,11 +86,13 @@ def build_parts(
         remember_arithmetic(config, run.output)
         tell_run(config, len(data.prompts), model.num_steps, kept.progress)
     follow_membership(run, endpoints)
+    timeline = open_timeline(run, kept.progress)
+    record_inference(timeline, endpoints.inference)
     rollouts = open_rollouts(run, data, endpoints, kept.journal)
     evaluation = schedule_evaluation(
         run, data, endpoints.inference, rollouts, from_step=kept.progress.reported_step
     )
-    clock = PhaseClock()
+    clock = phase_clock(timeline)
     reporter = open_reporter(
         run,
         endpoints.inference,

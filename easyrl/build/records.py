@@ -19,6 +19,7 @@ from easyrl.build.reporter import open_trackers
 from easyrl.build.run import OpenRun, open_run
 from easyrl.build.run_length import tell_run
 from easyrl.build.steps import num_epochs
+from easyrl.build.timeline import open_timeline, phase_clock
 from easyrl.build.tokenizer import load_tokenizer
 from easyrl.build.watchdog import watch_records
 from easyrl.build.weights_digest import digest_of_weights
@@ -36,7 +37,6 @@ from easyrl.recipes.loading import load_recipe, run_settings
 from easyrl.recipes.trial import try_recipe
 from easyrl.runtime.collectives import on_rank_zero
 from easyrl.runtime.determinism import remember_arithmetic
-from easyrl.runtime.phase_clock import PhaseClock
 from easyrl.runtime.run_files import CONFIG_FILE
 from easyrl.runtime.run_folder import keep_config
 from easyrl.runtime.signals import RunSignals
@@ -110,7 +110,7 @@ def build_record_parts(
     batches = RecordBatches(
         records.data.records, order, config.trainer.batch_size, ranks.dp_rank, ranks.dp_size
     )
-    clock = PhaseClock()
+    clock = phase_clock(open_timeline(run, progress))
     look = ProgressView(clock, progress, batches, checkpoints)
     trackers = open_trackers(run, certificate, progress, model.num_steps, look)
     evaluation = None
@@ -134,6 +134,7 @@ def build_record_parts(
             run.signals.stop,
             record=run.record,
             synchronous=False,
+            clock=clock,
         ),
         weight_sync=NotPublished(),
         ledger=RecordsLedger(
@@ -154,7 +155,6 @@ def build_record_parts(
         max_bad_steps=config.trainer.max_bad_steps,
         num_prompts=len(order.dataset),
         progress=progress,
-        clock=clock,
     )
     watch_records(run, lambda: batches.num_waiting)
     return trainer, engine

@@ -50,6 +50,7 @@ def build_trainer(
             synchronous=config.run.mode == "sync",
             agreement_limit=agreement_limit(config),
             cores=cores,
+            clock=clock,
             on_trained=pool.limits.trained,
             samples_per_step=config.samples.per_step,
         ),
@@ -75,5 +76,4 @@ def build_trainer(
         max_bad_steps=config.trainer.max_bad_steps,
         num_prompts=len(order.dataset),
         progress=progress,
-        clock=clock,
     )

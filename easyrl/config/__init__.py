@@ -23,6 +23,7 @@ from easyrl.config.rollout import RolloutConfig, SamplingConfig, rollout_contrad
 from easyrl.config.run import RunConfig
 from easyrl.config.samples import SamplesConfig
 from easyrl.config.secrets import KeyPath
+from easyrl.config.timeline import TimelineConfig
 from easyrl.config.trainer import TrainerConfig, trainer_contradictions
 from easyrl.config.watchdog import WatchdogConfig
 from easyrl.config.weight_sync import SHARED_MEMORY, WeightSyncConfig
@@ -52,6 +53,7 @@ class Config(Section):
     watchdog: WatchdogConfig = WatchdogConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     samples: SamplesConfig = SamplesConfig()
+    timeline: TimelineConfig = TimelineConfig()
     metrics: MetricsConfig = MetricsConfig()
     # by path of the value: what the file says instead of it, ${oc.env:NAME}
     _expressions: dict[KeyPath, str] = PrivateAttr(default_factory=dict)

@@ -4,43 +4,50 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 OTHER = "other"  # outside of all phases
+
+
+class Phase(NamedTuple):
+    """What the thread does, and what else is known of it."""
+
+    name: str
+    args: Mapping[str, int | str]
 
 
 class PhaseClock:
     """Counts the seconds of the thread that uses it.
 
-    A phase inside another interrupts it: a second counts for the innermost.
+    A phase inside another interrupts it: a second counts for the innermost. ``on_interval`` is told
+    each stretch of a phase: its name, start and end in seconds of ``time.monotonic``, and args.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        on_interval: Callable[[str, float, float, Mapping[str, int | str]], object] | None = None,
+    ) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._running = [OTHER]
+        self._running = [Phase(OTHER, {})]
         self._since_s = time.monotonic()
+        self._on_interval = on_interval
 
     @property
     def running(self) -> str:
         """The phase that the thread is in. From any thread."""
-        return self._running[-1]
+        return self._running[-1].name
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, **args: int | str) -> Iterator[None]:
         self._count()
-        self._running.append(name)
+        self._running.append(Phase(name, args))
         try:
             yield
         finally:
             self._count()
             self._running.pop()
-
-    def move(self, seconds: float, *, of: str, to: str) -> None:
-        """What was counted for one phase and is known to have been another."""
-        self._count()
-        self._seconds[of] -= seconds
-        self._seconds[to] += seconds
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since this was called before; their sum is the time since then."""
@@ -49,6 +56,8 @@ class PhaseClock:
         return taken
 
     def _count(self) -> None:
-        now_s = time.monotonic()
-        self._seconds[self._running[-1]] += now_s - self._since_s
+        now_s, phase = time.monotonic(), self._running[-1]
+        self._seconds[phase.name] += now_s - self._since_s
+        if self._on_interval is not None and now_s > self._since_s:
+            self._on_interval(phase.name, self._since_s, now_s, phase.args)
         self._since_s = now_s

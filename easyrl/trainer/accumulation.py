@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -16,6 +17,7 @@ from easyrl.metrics.event_log import Record
 from easyrl.metrics.logprob_agreement import agreement, disagreements
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.device_time import DeviceTimer
+from easyrl.runtime.phase_clock import PhaseClock
 from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
 from easyrl.samples.choice import ChosenGroups
@@ -132,6 +134,7 @@ class Accumulator:
     # of each endpoint that nothing else is compared of
     samples_per_step: int = 0  # groups of an update that are kept to be looked at, of all ranks
     cores: SharedCores = field(default_factory=SharedCores)
+    clock: PhaseClock = field(default_factory=PhaseClock)  # of the trainer's thread
 
     def accumulate(self, groups: GroupSource) -> BatchTotals:
         """Sums of this rank, up to an interruption. Raises ``OnPolicyViolation``."""
@@ -156,14 +159,14 @@ class Accumulator:
                 num_tokens = sum(row.num_tokens for row in rows)
                 self.record("micro_batch_start", num_tokens=num_tokens)
                 self.cores.take()
-                with timer.span():
+                with self._training(timer, num_tokens=num_tokens, num_rows=len(rows)):
                     self._add_metrics(totals, partial(self.engine.forward_backward, rows))
                 if not rows[0].is_dummy:
                     totals.num_packed_tokens += num_tokens
                     totals.num_micro_batches += len(rows)
                     groups.note_trained(num_tokens)
                 self.record("micro_batch_end")
-            with timer.span():
+            with self._training(timer):
                 self._add_metrics(totals, self.engine.finish_backwards)
         if ahead is not None:
             totals.look_ahead_s = ahead.work_s
@@ -174,6 +177,11 @@ class Accumulator:
         if not self.synchronous and self.functions.scope == "group":
             self.on_trained(totals.train_s, len(totals.groups))
         return totals
+
+    @contextmanager
+    def _training(self, timer: DeviceTimer, **args: int) -> Iterator[None]:
+        with self.clock.phase("train", **args), timer.span():
+            yield
 
     def _add_metrics(
         self, totals: BatchTotals, backward: Callable[[], Sequence[MetricSums]]
@@ -204,12 +212,13 @@ class Accumulator:
         try:
             if self.synchronous and self.functions.scope == "group":  # "batch" waits by itself
                 self.record("waiting_for_batch")
-                groups.complete()
+                with self.clock.phase("wait"):
+                    groups.complete()
             said = partial(self._said, outputs, timer)
             for trained in self._trained(self._drains(groups, totals, ahead, timer), said):
                 totals.samples.add(trained)
                 rows = self.functions.pack(self._to_run(trained, compared, totals))
-                with timer.span():
+                with self._training(timer):
                     rows = self.engine.prepare([outputs.complete(row) for row in rows])
                 for start in range(0, len(rows), self.rows_at_once):
                     self.stop.raise_if_requested()
@@ -265,7 +274,7 @@ class Accumulator:
         if self.functions.ask_first is None:
             return [NOTHING_SAID] * len(groups)
         self.cores.take()
-        with timer.span():
+        with self._training(timer):
             return outputs.of_groups(groups, self.functions.ask_first)
 
     def _drains(
@@ -279,14 +288,16 @@ class Accumulator:
         max_tokens = self.rows_per_drain * self.max_tokens
         idle = None if ahead is None else partial(self._look_ahead, ahead)
         if timer.runs_behind:
-            idle = partial(_idle, timer, idle)
+            idle = partial(self._wait_for_device, timer, idle)
         while True:
             if ahead is not None:
                 for piece in groups.ahead_of_drain(max_tokens):
                     self.stop.raise_if_requested()
-                    ahead.run(piece)
+                    with self.clock.phase("look_ahead"):
+                        ahead.run(piece)
             self.cores.rest()  # while it waits; where it does not, for no time
-            ready = groups.drain_ready(max_tokens, idle)
+            with self.clock.phase("wait"):
+                ready = groups.drain_ready(max_tokens, idle)
             if not ready:
                 return
             self.stop.raise_if_requested()
@@ -301,10 +312,17 @@ class Accumulator:
 
     def _look_ahead(self, ahead: LookAhead) -> bool:
         self.cores.take()
-        worked = ahead.work()
+        with self.clock.phase("look_ahead"):
+            worked = ahead.work()
         if not worked:
             self.cores.rest()
         return worked
+
+    def _wait_for_device(self, timer: DeviceTimer, other_work: Callable[[], bool] | None) -> bool:
+        """First, so that waiting for a group is time in which nothing works."""
+        with self.clock.phase("train"):
+            timer.wait()
+        return other_work is not None and other_work()
 
     def _to_run(
         self, trained: Sequence[TrainedGroup], compared: set[str], totals: BatchTotals
@@ -328,12 +346,6 @@ class Accumulator:
                 compared |= _endpoints(group)
                 kept.append(group)
         return kept
-
-
-def _idle(timer: DeviceTimer, other_work: Callable[[], bool] | None) -> bool:
-    """Waits for the device first, so that waiting for a group is time in which nothing works."""
-    timer.wait()
-    return other_work is not None and other_work()
 
 
 def _endpoints(trained: TrainedGroup) -> set[str]:

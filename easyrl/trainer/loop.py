@@ -19,7 +19,6 @@ from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics, rec
 from easyrl.metrics.reporter import StepReporter
 from easyrl.runtime.device_time import DeviceTimer
 from easyrl.runtime.peak_memory import peak_memory
-from easyrl.runtime.phase_clock import PhaseClock
 from easyrl.schema import (
     NEEDS_CHANGE,
     TEMPORARY_FAILURE,
@@ -99,9 +98,9 @@ class Trainer:
     evaluation: Evaluation | None = None  # of held-out prompts, beside the batches
     alarms: AlarmActions | None = None
     samples: Samples | None = None  # keeps some of what was trained
-    clock: PhaseClock = field(default_factory=PhaseClock)  # where the time of ``fit`` goes
 
     def __post_init__(self) -> None:
+        self.clock = self.accumulator.clock  # where the time of ``fit`` goes
         self._engine = self.accumulator.engine
         self._collectives = self.accumulator.collectives
         self._record = self.accumulator.record
@@ -298,9 +297,6 @@ class Trainer:
         """Forward and backward of one update's groups; the sums of all ranks. Collective."""
         with self.clock.phase("pack"):
             totals = self.accumulator.accumulate(groups)
-        self.clock.move(totals.wait_s, of="pack", to="wait")
-        self.clock.move(totals.look_ahead_s, of="pack", to="look_ahead")
-        self.clock.move(totals.train_s, of="pack", to="train")
         with self.clock.phase("ranks"):
             return self._merged(totals)
 

@@ -21,7 +21,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, NotAnswered
@@ -137,7 +137,8 @@ class Reconciler:
         async def compare_samples() -> None:
             async with self._locks[endpoint.url]:
                 on_sampling()
-                await self.prover.compare_samples(endpoint, weights.version, expect, shown)
+                with self._span(endpoint, "canary"):
+                    await self.prover.compare_samples(endpoint, weights.version, expect, shown)
 
         try:
             await while_up(endpoint, compare_samples())
@@ -241,15 +242,18 @@ class Reconciler:
                 if stamp is None:
                     pushes_left -= 1
                     await self._show_probe(endpoint, shown)
-                    await self.pusher.push(endpoint, weights)
+                    with self._span(endpoint, "push"):
+                        await self.pusher.push(endpoint, weights)
                     stamp = weights.unproven_stamp
-                await self.prover.prove_bits(endpoint, weights, stamp, shown)
+                with self._span(endpoint, "proof"):
+                    await self.prover.prove_bits(endpoint, weights, stamp, shown)
                 if stamp != weights.version:
                     await self.pusher.resume(endpoint)
                 shown.owes_canary = canary_follows and self._may_owe_canary(endpoint)
                 if expect is not None and not shown.owes_canary:
                     on_sampling()
-                    await self.prover.compare_samples(endpoint, stamp, expect, shown)
+                    with self._span(endpoint, "canary"):
+                        await self.prover.compare_samples(endpoint, stamp, expect, shown)
                 if stamp != weights.version:
                     await self.pusher.stamp(
                         endpoint, weights.version, checks_start=self.prover.reads_bits
@@ -307,4 +311,15 @@ class Reconciler:
         if problem := probe.check(samples, self.prover.tolerance, self.prover.limit):
             raise ProofFailed(endpoint.url, problem)
         self.prover.probe_shifts[endpoint.url] = probe.visible(samples)
-        shown.probe_s += time.monotonic() - start_s
+        now_s = time.monotonic()
+        self.pool.span(endpoint.url, "probe", start_s, now_s)
+        shown.probe_s += now_s - start_s
+
+    @contextlib.contextmanager
+    def _span(self, endpoint: Endpoint, name: str) -> Iterator[None]:
+        """For the timeline; also where it fails."""
+        start_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.pool.span(endpoint.url, name, start_s, time.monotonic())

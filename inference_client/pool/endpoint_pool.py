@@ -38,6 +38,7 @@ from easyrl.inference_client.pool.endpoint_list import EndpointState
 from easyrl.inference_client.pool.fleet import Fleet
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.schema import Completion, other_run
+from easyrl.timeline.spans import AddSpan, ignore_span
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class EndpointPool(Fleet):
         super().__init__(config, fetch, urls, api_keys, num_shares, update_timeout_s)
         self.num_retries = 0
         self.adapters = adapters or AdapterNames()
+        self.span: AddSpan = ignore_span  # told of each endpoint, by URL, what it does
         self._fetch, self._streamed = fetch, streamed or fetch
         self._orders = itertools.count()
         self._idle_s = 0.0
@@ -219,6 +221,14 @@ class EndpointPool(Fleet):
         if isinstance(answer, PromptRejected):
             raise answer
         response = TimedResponse(began_s, ended_s, len(answer.token_ids))
+        self.span(
+            endpoint.url,
+            "request" if group.is_of_batch else "evaluation",
+            began_s,
+            ended_s,
+            prompt_tokens=len(prompt_token_ids),
+            response_tokens=response.num_tokens,
+        )
         endpoint.answered(response.num_tokens, ended_s - began_s)
         self.limits.answered(endpoint, group, response)
         # the number of now: a proof that is yet to come judges all since the last good one

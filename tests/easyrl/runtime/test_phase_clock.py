@@ -58,9 +58,21 @@ def test_one_that_is_taken_inside_a_phase_goes_on_in_it(clock: Clock) -> None:
     assert phases.take() == {"report": 2, "other": 0}
 
 
-def test_seconds_are_moved(clock: Clock) -> None:
-    phases = PhaseClock()
+def test_each_stretch_of_a_phase_is_told_once_and_without_gaps(clock: Clock) -> None:
+    told: list[tuple] = []
+    phases = PhaseClock(lambda *stretch: told.append(stretch))
+    clock.passes(1)
     with phases.phase("pack"):
-        clock.passes(10)
-    phases.move(7, of="pack", to="train")
-    assert phases.take() == {"other": 0, "pack": 3, "train": 7}
+        clock.passes(2)
+        with phases.phase("train", num_tokens=7):
+            clock.passes(4)
+        with phases.phase("wait"):
+            pass  # no time: nothing to tell
+        clock.passes(8)
+    phases.take()
+    assert told == [
+        ("other", 100, 101, {}),
+        ("pack", 101, 103, {}),
+        ("train", 103, 107, {"num_tokens": 7}),
+        ("pack", 107, 115, {}),
+    ]

@@ -1,0 +1,98 @@
+"""The folder of the timeline: a gzip file per batch and rank, whole or not there.
+
+A file takes its name when all of it is written; that of a batch that is trained again replaces the
+one before. A damaged one is left out, with a warning: nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from easyrl.timeline.spans import BatchSpans
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "timeline"  # in the run's
+UNFINISHED = ".part"
+LEVEL = 1  # of gzip: it runs beside the next batch, and is to be short
+_NAME = re.compile(r"batch-(\d+)-rank(\d+)\.json\.gz")
+
+
+class BatchFile(NamedTuple):
+    """A file's name, taken apart."""
+
+    batch: int
+    rank: int
+    path: Path
+
+
+class TimelineFolder:
+    """Written by the ranks of a run, each its own files; read by anybody at any time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / FOLDER
+
+    def write(self, spans: BatchSpans) -> None:
+        """A rank's batch, in place of what there was. Raises ``OSError``."""
+        self.path.mkdir(exist_ok=True)
+        file = self.path / f"batch-{spans.batch:08d}-rank{spans.rank}.json.gz"
+        unfinished = file.with_name(file.name + UNFINISHED)
+        unfinished.write_bytes(gzip.compress(msgspec.json.encode(spans), LEVEL, mtime=0))
+        unfinished.rename(file)
+
+    def remove_up_to(self, batch: int, rank: int) -> None:
+        """The rank's files of ``batch`` and those before it. Raises ``OSError``."""
+        for file in self._files() if batch >= 0 else ():
+            if file.batch <= batch and file.rank == rank:
+                file.path.unlink(missing_ok=True)
+
+    def remove_from(self, batch: int, rank: int) -> None:
+        """The rank's files of ``batch`` and later ones, and what a killed attempt was writing.
+
+        Raises ``OSError``.
+        """
+        for file in self._files():
+            if file.batch >= batch and file.rank == rank:
+                file.path.unlink(missing_ok=True)
+        for path in self.path.glob(f"batch-*-rank{rank}.json.gz{UNFINISHED}"):
+            path.unlink(missing_ok=True)
+
+    def batches(self) -> list[int]:
+        """That spans are kept of, in order."""
+        return sorted({file.batch for file in self._files()})
+
+    def read(self, batch: int) -> list[BatchSpans]:
+        """What each rank has kept of ``batch``, by rank."""
+        found = [_read(file.path) for file in self._files() if file.batch == batch]
+        return sorted((spans for spans in found if spans is not None), key=lambda each: each.rank)
+
+    def _files(self) -> Iterator[BatchFile]:
+        if self.path.is_dir():
+            for name in sorted(os.listdir(self.path)):
+                if found := _NAME.fullmatch(name):
+                    batch, rank = map(int, found.groups())
+                    yield BatchFile(batch, rank, self.path / name)
+
+
+def _read(path: Path) -> BatchSpans | None:
+    try:
+        return msgspec.json.decode(gzip.decompress(path.read_bytes()), type=BatchSpans)
+    except FileNotFoundError:  # the run has removed it meanwhile
+        return None
+    except (OSError, EOFError, zlib.error, ValueError) as error:  # msgspec's are ValueErrors
+        logger.warning(
+            "%s: cannot be read and is left out (%s: %s); remove it, nothing depends on it",
+            path,
+            type(error).__name__,
+            error,
+        )
+        return None

@@ -1,0 +1,97 @@
+"""Causes of a lane are disjoint, add up to its time, and are what was running."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from easyrl.timeline.accounting import LaneAccount, account, mean_shares
+from easyrl.timeline.spans import Span
+from tests.easyrl.timeline.made_spans import A, B, ENDPOINTS, TRAINER, batch, phases, requests
+
+
+def accounts_of(spans, end_s=10.0) -> dict[str, LaneAccount]:
+    return {each.lane: each for each in account([batch(spans, end_s)])}
+
+
+def test_a_rank_waits_for_the_first_group_and_starves_later() -> None:
+    causes = accounts_of(TRAINER)["rank 0"].causes
+    expected = {"begin": 1, "first group": 2, "train": 5, "starved": 1, "step": 0.5, "sync": 0.5}
+    assert causes == pytest.approx({**expected, "unexplained": 0})
+
+
+def test_what_no_phase_covers_is_unexplained() -> None:
+    spans = [*phases(("begin", 1), ("wait", 2)), *phases(("other", 1), ("train", 2), start_s=5)]
+    found = accounts_of(spans)["rank 0"]
+    assert found.unexplained_s == pytest.approx(2 + 1 + 2)  # a gap, "other", and the end
+
+
+def test_an_endpoint_generates_has_a_tail_and_waits_for_the_trainer() -> None:
+    causes = accounts_of([*TRAINER, *ENDPOINTS])
+    assert causes[A].causes == pytest.approx(
+        {
+            "idle: border": 0.5,
+            "generating": 3.5,  # to 4.0; the last request is sent at 5
+            "idle: nothing sent": 1.0,
+            "tail": 1.0,
+            "idle: training": 3.5,  # to the end of the step, at 9.5
+            "push": 0.3,
+            "proof": 0.2,
+        }
+    )
+    assert causes[B].causes == pytest.approx(
+        {
+            "idle: border": 0.5 + 0.5,  # before, and beside the other's push
+            "generating": 1.5,
+            "tail": 5.0,
+            "evaluation": 0.5,
+            "idle: training": 2.0,
+        }
+    )
+
+
+def test_a_probe_goes_before_the_push_inside_it_and_requests_before_all() -> None:
+    spans = [
+        *TRAINER,
+        Span(A, "probe", 0.0, 2.0),
+        Span(A, "push", 0.5, 1.0),
+        *requests(A, (1.5, 3.0)),
+        Span(A, "canary", 2.5, 4.0),
+    ]
+    causes = accounts_of(spans)[A].causes
+    assert causes["probe"] == pytest.approx(1.5) and "push" not in causes
+    assert causes["tail"] == pytest.approx(1.5) and causes["canary"] == pytest.approx(1.0)
+
+
+def test_what_began_before_the_batch_counts_from_its_begin() -> None:
+    spans = [*TRAINER, Span(A, "push", -3.0, 0.25)]
+    causes = accounts_of(spans)[A].causes
+    assert causes == pytest.approx({"push": 0.25, "idle: border": 9.75})
+
+
+times = st.tuples(st.floats(0, 9), st.floats(0.01, 5)).map(lambda pair: (pair[0], sum(pair)))
+
+
+@given(st.lists(times, max_size=6), st.lists(times, max_size=3), st.lists(times, max_size=3))
+def test_causes_add_up_whatever_overlaps(own, evaluations, pushes) -> None:
+    spans = [
+        *TRAINER,
+        *requests(A, *own),
+        *requests(A, *evaluations, name="evaluation"),
+        *requests(A, *pushes, name="push"),
+    ]
+    for each in account([batch(spans, 10.0)]):
+        assert sum(each.causes.values()) == pytest.approx(each.wall_s, abs=1e-9)
+        assert min(each.causes.values()) >= -1e-9
+
+
+def test_shares_of_several_batches_are_of_their_time_together() -> None:
+    first = LaneAccount("rank 0", 0, 1.0, {"train": 1.0})
+    second = LaneAccount("rank 0", 1, 3.0, {"train": 1.0, "starved": 2.0})
+    assert mean_shares([first, second]) == {"train": 0.5, "starved": 0.5}
+    assert second.idle_s == 2.0 and mean_shares([]) == {}
+
+
+def test_a_batch_without_spans_has_no_accounts() -> None:
+    assert account([]) == []
