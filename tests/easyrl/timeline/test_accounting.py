@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from easyrl.timeline.accounting import LaneAccount, account, mean_shares
 from easyrl.timeline.spans import Span
-from tests.easyrl.timeline.made_spans import A, B, ENDPOINTS, TRAINER, batch, phases, requests
+from tests.easyrl.timeline.made_spans import ENDPOINTS, TRAINER, A, B, batch, phases, requests
 
 
 def accounts_of(spans, end_s=10.0) -> dict[str, LaneAccount]:

@@ -1,4 +1,4 @@
-"""The trace keeps to the format: required fields, microseconds, nesting, matched begins and ends."""
+"""The trace keeps to the format: required fields, microseconds, nesting, matched begin and end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from easyrl.timeline.chrome_trace import in_flight, newest_batches, trace_events, write_trace
 from easyrl.timeline.folder import TimelineFolder
-from tests.easyrl.timeline.made_spans import A, ENDPOINTS, TRAINER, batch, requests
+from tests.easyrl.timeline.made_spans import ENDPOINTS, TRAINER, A, batch, requests
 from tests.easyrl.timeline.trace_format import format_problems
 
 SPANS = [*TRAINER, *ENDPOINTS]
