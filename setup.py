@@ -36,7 +36,7 @@ setup(
     python_requires=">=3.11",
     packages=package_names,
     package_dir=package_dir,
-    package_data={"easyrl.recipes.presets": ["*.yaml"]},
+    package_data={"easyrl.recipes.presets": ["*.yaml"], "easyrl.report": ["*.j2"]},
     install_requires=[
         "aiohttp>=3.10",
         "blake3>=1.0",
@@ -67,6 +67,7 @@ setup(
         "hub": ["datasets>=4.4"],  # data.dataset
         "liger": ["liger-kernel>=0.6"],  # fused RMSNorm, rotary embedding and SwiGLU on CUDA
         "npu": ["torch-npu>=2.8"],
+        "report": ["jinja2>=3.1", "plotly>=6.0"],  # easyrl report
         "triton": ["triton>=3.4"],  # the log-probability head's kernels; torch for CUDA brings it
         "wandb": ["wandb>=0.19"],
         # sides of benchmarks/shared_prompt.py, and TRL of benchmarks/end_to_end
@@ -80,12 +81,14 @@ setup(
             "kernels",  # Hugging Face's; tests prove that our folder does not hide it
             "mypy>=1.13",
             "openai>=1.50",
+            "plotly>=6.0",
             "pytest>=8.3",
             "pytest-asyncio>=1.0",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.7",
             "requests>=2.32",  # a side of benchmarks/producer.py
             "ruff>=0.9",
+            "selenium>=4.25",  # opens the report in a browser
             "simpy>=4.1",  # the simulation in benchmarks/dynamic_sampling.py
             "types-PyYAML",
         ],

@@ -34,6 +34,7 @@ def command_line() -> typer.Typer:
     from easyrl.commands.plan_memory import plan_memory_command
     from easyrl.commands.recipes import recipes_command
     from easyrl.commands.replay import replay_command
+    from easyrl.commands.report import report_command
     from easyrl.commands.samples import samples_command
     from easyrl.commands.serve import serve_command
     from easyrl.commands.sft import sft_command
@@ -61,6 +62,7 @@ def command_line() -> typer.Typer:
     commands.command("lab")(lab_command)
     commands.command("samples")(samples_command)
     commands.command("trace")(trace_command)
+    commands.command("report")(report_command)
     commands.command("recipes")(recipes_command)
     commands.command("doctor")(doctor_command)
     commands.command("plan-memory")(plan_memory_command)

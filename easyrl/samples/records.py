@@ -21,6 +21,9 @@ class SampledResponse(msgspec.Struct, omit_defaults=True, frozen=True):
     reward_failed: bool = False
     advantage: float | None = None  # mean over its trained tokens; None: none is trained
     advantages: tuple[float | None, float | None] | None = None  # least, most; None: all are equal
+    # of each token, where they are not all equal; None: it is not trained
+    token_advantages: list[float | None] = []
+    logprobs: list[float | None] = []  # of each token, the endpoint's
     # mean over its trained tokens, the trainer's minus the endpoint's; None: not compared
     logprob_diff: float | None = None
 
@@ -105,12 +108,16 @@ def _response(
     score = scores[sample] if scores else None
     parts = {} if score is None else score.components
     advantage, spread = None, None
+    by_token: list[float | None] = []
     if made_of is not None:
         values = made_of.advantages
         least, most = float(values.min()), float(values.max())
         advantage = least
         if least != most:
             advantage, spread = float(values.mean()), (least, most)
+            by_token = [None] * len(completion.token_ids)
+            for place, value in zip(made_of.tokens.tolist(), values.tolist(), strict=True):
+                by_token[place] = round(value, 5)
     return SampledResponse(
         token_ids=completion.token_ids.tolist(),
         finish_reason=completion.finish_reason,
@@ -120,6 +127,8 @@ def _response(
         reward_failed=score is not None and score.failed,
         advantage=advantage,
         advantages=spread,
+        token_advantages=by_token,
+        logprobs=[round(value, 4) for value in completion.logprobs.tolist()],
         logprob_diff=difference,
     )
 

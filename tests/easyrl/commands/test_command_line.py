@@ -12,9 +12,20 @@ import easyrl.commands
 from easyrl.__main__ import command_line
 
 COMMANDS = {"train", "sft", "dpo", "serve", "eval", "endpoints", "verify", "replay", "recipes"}
-COMMANDS |= {"plan-memory", "samples", "trace", "diff", "lab", "init", "up", "doctor", "convert"}
+COMMANDS |= {
+    "plan-memory",
+    "samples",
+    "trace",
+    "report",
+    "diff",
+    "lab",
+    "init",
+    "up",
+    "doctor",
+    "convert",
+}
 OF_CONFIG = ["train", "sft", "dpo", "up", "eval", "plan-memory", "doctor"]
-OF_RUN = ["verify", "replay", "samples", "trace"]
+OF_RUN = ["verify", "replay", "samples", "trace", "report"]
 
 
 def test_help_names_every_command_and_every_command_has_a_file():

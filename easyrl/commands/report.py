@@ -1,0 +1,95 @@
+"""``easyrl report RUN_DIR``: a run as one HTML file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from easyrl.arguments.shared import RunDir
+from easyrl.runtime.run_files import METRICS_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from easyrl.config import Config
+    from easyrl.report.collect import Verdict
+
+WATCH_S = 5.0
+
+
+def report_command(
+    run_dir: RunDir,
+    output: Annotated[
+        Path | None, typer.Option(help="file to write; default: report.html in RUN_DIR")
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="write it again after each step, until Ctrl-C")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option(help="check the certificate, as easyrl verify does; not with --watch")
+    ] = True,
+) -> None:
+    """Write a run's report: curves, timeline, samples, certificate, in one file without network."""
+    from easyrl.report.collect import collect
+    from easyrl.report.page import FILE, render
+
+    path = output or run_dir / FILE
+    check = _verified if verify and not watch else _not_verified
+
+    def write() -> None:
+        page = render(collect(run_dir, check, _decoder), reload_s=WATCH_S if watch else 0.0)
+        unfinished = path.with_name(path.name + ".part")
+        unfinished.write_text(page, encoding="utf-8")
+        unfinished.rename(path)
+
+    try:
+        write()
+        print(path)
+        seen = _written(run_dir)
+        while watch:
+            time.sleep(WATCH_S)
+            if (now := _written(run_dir)) != seen:
+                write()
+                seen = now
+    except KeyboardInterrupt:
+        print()
+    except (ValueError, OSError) as error:  # ConfigError among them
+        print(f"easyrl: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def _verified(run_dir: Path) -> Verdict:
+    from easyrl.build.verify import verify_run
+    from easyrl.report.collect import Verdict
+
+    try:
+        found = verify_run(run_dir)
+    except (ValueError, OSError) as error:
+        return Verdict("unknown", str(error))
+    if not found.is_sound:
+        return Verdict("broken", found.told)
+    return Verdict("sound", f"{found.told}\n{found.certificate}")
+
+
+def _not_verified(run_dir: Path) -> Verdict:
+    from easyrl.report.collect import Verdict
+
+    return Verdict("unknown", f"not checked here; easyrl verify {run_dir} does")
+
+
+def _decoder(config: Config) -> Callable[[Sequence[int]], str]:
+    from easyrl.build.tokenizer import load_tokenizer, token_decoder
+
+    return token_decoder(load_tokenizer(config))
+
+
+def _written(run_dir: Path) -> tuple[float, ...]:
+    """When the run has written something that the report shows."""
+    shown = (METRICS_FILE, "timeline", "samples")
+    return tuple(
+        path.stat().st_mtime if (path := run_dir / name).exists() else 0.0 for name in shown
+    )

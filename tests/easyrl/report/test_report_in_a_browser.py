@@ -1,0 +1,58 @@
+"""The report in Chromium: no console error, no request, batches switched, both themes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.parts.browser import missing_browser, opened_page
+from easyrl.report.page import FILE, render
+from tests.easyrl.report.test_report_data import EVIL, found, run_dir  # noqa: F401
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(missing_browser() is not None, reason=str(missing_browser())),
+]
+
+
+def test_a_report_opens_and_switches_batches(run_dir: Path) -> None:  # noqa: F811
+    (run_dir / FILE).write_text(render(found(run_dir)))
+    with opened_page(run_dir / FILE) as page:
+        page.wait_for_batch()
+        assert page.first_paint_s() > 0
+        assert page.batch() == "29"
+        page.switch("previous")
+        assert page.batch() == "28"
+        page.switch("next")
+        assert page.batch() == "29"
+        assert page.text_of("#verdict") == ["on-policy: 3 batches"]
+        assert len(page.text_of("#timeline svg.main-svg")) > 0
+        assert "train" in "".join(page.text_of("#timeline .legendtext"))
+        assert "Reward" in "".join(page.text_of("[data-chart='0'] .gtitle"))
+        tokens = page.text_of("#samples .token")
+        assert tokens[1] == EVIL  # as text
+        assert page.problems() == []
+
+
+def test_the_theme_can_be_changed(run_dir: Path) -> None:  # noqa: F811
+    (run_dir / FILE).write_text(render(found(run_dir)))
+    theme = "return document.documentElement.dataset.theme"
+    colour = "return getComputedStyle(document.body).backgroundColor"
+    with opened_page(run_dir / FILE) as page:
+        page.wait_for_batch()
+        before = page.driver.execute_script(theme), page.driver.execute_script(colour)
+        page.driver.find_element("id", "theme").click()
+        after = page.driver.execute_script(theme), page.driver.execute_script(colour)
+        assert {before[0], after[0]} == {"light", "dark"} and before[1] != after[1]
+        assert page.problems() == []
+
+
+def test_what_goes_wrong_in_a_page_is_found(run_dir: Path) -> None:  # noqa: F811
+    broken = render(found(run_dir)).replace(
+        "// ---- samples", "console.error('planted'); fetch('http://127.0.0.1:9/x').catch(() => 0);"
+    )
+    (run_dir / FILE).write_text(broken)
+    with opened_page(run_dir / FILE) as page:
+        page.wait_for_batch()
+        assert any("planted" in problem for problem in page.problems())
