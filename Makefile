@@ -17,7 +17,7 @@ EASYRL_VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 VLLM_SETUP := setup-vllm
 endif
 
-.PHONY: demo test test-gpu bench-gpu test-runs test-slow test-triton test-peers test-npu-signatures test-vllm test-hosts lint typecheck setup setup-vllm clean
+.PHONY: demo test test-browser test-gpu bench-gpu test-runs test-slow test-triton test-peers test-npu-signatures test-vllm test-hosts lint typecheck setup setup-vllm clean
 
 # extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
 # split over processes: make demo PARALLEL=tp2pp2
@@ -27,7 +27,7 @@ demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo mod
 test: setup lint typecheck   ## lint, types and all fast tests
 	$(BIN)/python -m pytest $(WORKERS)
 
-test-runs: setup       ## whole runs and several ranks, twenty minutes
+test-runs: setup       ## whole runs and several ranks, half an hour
 	$(BIN)/python -m pytest $(WORKERS) -m "runs and not slow"
 
 test-slow: setup       ## the tests that take minutes
@@ -35,6 +35,10 @@ test-slow: setup       ## the tests that take minutes
 
 test-vllm: setup $(VLLM_SETUP)   ## the tests that start real vLLM servers
 	EASYRL_VLLM_PYTHON=$(EASYRL_VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
+
+# Needs chromium and chromium-driver, Debian packages; elsewhere it is skipped with the reason.
+test-browser: setup    ## easyrl report in a browser
+	$(BIN)/python -m pytest -m browser tests/easyrl/report
 
 # Needs root, iproute2, openssh-server and pdsh; elsewhere it is skipped with the reason.
 test-hosts: setup      ## several nodes as in the documentation, hosts made of network namespaces

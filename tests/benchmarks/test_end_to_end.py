@@ -414,7 +414,7 @@ SMALL = Workload(
 )
 
 
-@pytest.mark.runs
+@pytest.mark.slow  # minutes, of a benchmark
 def test_the_bound_answers_the_batchs_own_requests(tmp_path: Path) -> None:
     work = SMALL
     model = write_random_model(tmp_path / "model", hidden_size=32, num_layers=1)

@@ -405,7 +405,7 @@ def benchmark(*arguments: str) -> tuple[int, str, dict[str, Any]]:
     return result.returncode, result.stderr, json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.runs
+@pytest.mark.slow  # minutes, of a benchmark
 def test_a_short_benchmark_and_its_second_part(tmp_path: Path) -> None:
     build_model(tmp_path / "base_model", num_steps=30)  # knows next to nothing
     arguments = ["--recipes", "rpo", "--max-batches", "1", "--seeds", "1", "--out", str(tmp_path)]

@@ -1,0 +1,189 @@
+"""Whether the accounts of a batch say where the time went, and whether their advice is right.
+
+``python -m benchmarks.accounting [--batches 6] [--only TEXT]``
+
+A run against an endpoint that sleeps instead of computing, whose micro-batches sleep too, so that
+times are known; sync and async. First as it is: what stays unexplained, of ranks and endpoints.
+Then with a delay of 0.5 s in one part of each batch after another: it has to show in that part's
+cause, within 10 %. Last the advice is taken: twice the places at the endpoint, and training that
+takes half the time, as twice the devices would; predicted and measured gain stand side by side.
+The first batch of a run is not counted. The last line is one JSON object; exit status 1 if more
+than 2 % is unexplained, a delay is missed, or a gain is off by more than 5 points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.parts.accounting.planted import PARTS
+from benchmarks.parts.overlap.endpoint import SleepingEndpoint
+from benchmarks.parts.overlap.runs import Mode, Workload
+from easyrl.demo.build_model import build_tokenizer
+from easyrl.timeline.accounting import LaneAccount, account
+from easyrl.timeline.advice import MORE_INFERENCE, MORE_TRAINING, median_gains, replay_batch
+from easyrl.timeline.reading import kept_batches, read_batch
+from easyrl.timeline.spans import BatchSpans, is_endpoint, is_rank
+
+CONFIG = "benchmarks/overlap.yaml"
+PLANTED_S, SECONDS_PER_TOKEN, TRAIN_S, PLACES = 0.5, 5e-3, 0.12, 24
+MOST_UNEXPLAINED, MOST_MISSED, MOST_OFF = 0.02, 0.1, 0.05
+WORK = Workload(
+    batch_size=12,
+    num_generations=4,
+    min_tokens=40,
+    max_tokens=120,
+    max_tokens_per_micro_batch=500,
+    hidden_size=32,
+    num_layers=1,
+)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of one workload against one endpoint."""
+
+    folder: Path
+    endpoint: SleepingEndpoint
+    num_batches: int
+
+    def batches(
+        self,
+        mode: Mode,
+        *,
+        part: str = "-",
+        planted_s: float = 0.0,
+        places: int = PLACES,
+        train_s: float = TRAIN_S,
+    ) -> list[list[BatchSpans]]:
+        """The timeline of a run without its first batch and its last, which has no next one."""
+        with tempfile.TemporaryDirectory(prefix="easyrl-accounting-") as run:
+            run_dir = Path(run)
+            overrides = WORK.overrides(
+                mode, self.folder, run_dir, self.endpoint.url, places, self.num_batches + 2
+            )
+            overrides += [f"weight_sync.{proof}=false" for proof in ("prove", "probe", "canary")]
+            planted = [part, str(planted_s), str(train_s)]
+            module = "benchmarks.parts.accounting.planted"
+            command = [sys.executable, "-m", module, *planted, CONFIG, *overrides]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if done.returncode != 0:
+                sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
+            return [read_batch(run_dir, number) for number in kept_batches(run_dir)[1:-1]]
+
+
+def main() -> int:
+    arguments = _parse()
+    result: dict[str, Any] = {"unexplained": {}, "planted": [], "advice": []}
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="easyrl-accounts-")))
+        WORK.write(folder, arguments.batches + 2)
+        tokenizer = build_tokenizer()
+        endpoint = opened.enter_context(SleepingEndpoint(len(tokenizer), tokenizer.eos_token_id))
+        endpoint.seconds_per_token = SECONDS_PER_TOKEN
+        runs = Runs(folder, endpoint, arguments.batches)
+        plain: dict[Mode, list[list[BatchSpans]]] = {}
+        for mode in ("sync", "async"):
+            plain[mode] = runs.batches(mode)
+            result["unexplained"][mode] = round(_unexplained(plain[mode]), 4)
+            print(f"{mode}: unexplained {result['unexplained'][mode]:.2%} of a lane at most")
+        for name in PARTS:
+            if arguments.only in name:
+                result["planted"].append(_planted(name, runs, plain["async"]))
+        if not arguments.only:
+            for change in (MORE_TRAINING, MORE_INFERENCE):
+                result["advice"].append(_taken(change, runs, plain["async"]))
+    print(json.dumps(result))
+    is_right = (
+        all(share <= MOST_UNEXPLAINED for share in result["unexplained"].values())
+        and all(abs(row["error"]) <= MOST_MISSED for row in result["planted"])
+        and all(abs(row["off"]) <= MOST_OFF for row in result["advice"])
+    )
+    return 0 if is_right else 1
+
+
+def _unexplained(batches: Sequence[Sequence[BatchSpans]]) -> float:
+    """The largest share of a lane's time, over all batches."""
+    accounts: dict[str, list[LaneAccount]] = {}
+    for of_ranks in batches:
+        for each in account(of_ranks):
+            accounts.setdefault(each.lane, []).append(each)
+    return max(
+        sum(each.unexplained_s for each in own) / sum(each.wall_s for each in own)
+        for own in accounts.values()
+    )
+
+
+def _planted(
+    name: str, runs: Runs, plain: Sequence[Sequence[BatchSpans]]
+) -> dict[str, str | float]:
+    part = PARTS[name]
+    held_up = runs.batches("async", part=name, planted_s=PLANTED_S)
+    before, after = (_seconds_of(name, batches) for batches in (plain, held_up))
+    row: dict[str, str | float] = {
+        "part": name,
+        "cause": f"{part.lane}: {' + '.join(part.causes)}",
+        "planted_s": PLANTED_S,
+        "landed_s": round(after - before, 3),
+        "error": round((after - before) / PLANTED_S - 1, 3),
+    }
+    sign = "" if abs(float(row["error"])) <= MOST_MISSED else "  <-- missed"
+    print("{part}: {landed_s} s in {cause}".format(**row) + sign, flush=True)
+    return row
+
+
+def _seconds_of(name: str, batches: Sequence[Sequence[BatchSpans]]) -> float:
+    """A batch's in the causes of a part, the median."""
+    part = PARTS[name]
+    is_own = is_rank if part.lane == "rank" else is_endpoint
+    return statistics.median(
+        sum(each.causes.get(cause, 0.0) for cause in part.causes)
+        for of_ranks in batches
+        for each in account(of_ranks)
+        if is_own(each.lane)
+    )
+
+
+def _taken(
+    change: str, runs: Runs, plain: Sequence[Sequence[BatchSpans]]
+) -> dict[str, str | float]:
+    """Predicted from the plain run, and measured in one that has what was advised."""
+    replayed = [replay_batch(each, synchronous=False) for of_ranks in plain for each in of_ranks]
+    predicted = median_gains([each for each in replayed if each is not None])[change]
+    more = {"train_s": TRAIN_S / 2} if change == MORE_TRAINING else {"places": 2 * PLACES}
+    taken = runs.batches("async", **more)  # type: ignore[arg-type]
+    before, after = (statistics.median(map(_wall_s, batches)) for batches in (plain, taken))
+    measured = 1 - after / before
+    print(f"twice the {change}: predicted to save {predicted:.1%}, saves {measured:.1%}")
+    return {
+        "change": f"twice the {change}",
+        "predicted": round(predicted, 3),
+        "measured": round(measured, 3),
+        "off": round(predicted - measured, 3),
+    }
+
+
+def _wall_s(of_ranks: Sequence[BatchSpans]) -> float:
+    return max(each.end_s - each.start_s for each in of_ranks)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--only", default="", help="parts whose name contains this")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
