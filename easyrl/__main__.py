@@ -31,6 +31,7 @@ def command_line() -> typer.Typer:
     from easyrl.commands.evaluate import eval_command
     from easyrl.commands.init import init_command
     from easyrl.commands.lab import lab_command
+    from easyrl.commands.plan import plan_command
     from easyrl.commands.plan_memory import plan_memory_command
     from easyrl.commands.recipes import recipes_command
     from easyrl.commands.replay import replay_command
@@ -66,6 +67,7 @@ def command_line() -> typer.Typer:
     commands.command("recipes")(recipes_command)
     commands.command("doctor")(doctor_command)
     commands.command("plan-memory")(plan_memory_command)
+    commands.command("plan")(plan_command)
     commands.command("convert")(convert_command)
     commands.add_typer(endpoints_commands, name="endpoints")
     return commands

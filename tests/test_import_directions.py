@@ -106,6 +106,7 @@ MAY_IMPORT = {
     " runtime.collectives runtime.schedule dataloaders.producer.group_stream"
     " dataloaders.prompts.dataset",
     "lab": "schema ledger.recorded_run runtime.determinism",
+    "simulation": "timeline",
     "report": "config metrics.names metrics.trackers runtime.run_files samples timeline",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
     " runtime.interfaces runtime.machine runtime.shared_cores runtime.stopping"

@@ -1,8 +1,8 @@
 """A trainer in which one part of each batch takes longer than it would.
 
-``python -m benchmarks.parts.accounting.planted PART SECONDS TRAIN_S CONFIG [key=value …]``: the part
-named is held up by SECONDS, once in each batch; training takes TRAIN_S more for each micro-batch, so
-that it has a length that does not depend on this machine.
+``python -m benchmarks.parts.accounting.planted PART SECONDS TRAIN_S CONFIG [key=value …]``: the
+part is held up by SECONDS, once in each batch; each micro-batch takes TRAIN_S more, so that
+training has a length that does not depend on this machine.
 """
 
 from __future__ import annotations

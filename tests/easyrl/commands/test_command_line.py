@@ -25,7 +25,7 @@ COMMANDS |= {
     "convert",
 }
 OF_CONFIG = ["train", "sft", "dpo", "up", "eval", "plan-memory", "doctor"]
-OF_RUN = ["verify", "replay", "samples", "trace", "report"]
+OF_RUN = ["verify", "replay", "samples", "trace", "report", "plan"]
 
 
 def test_help_names_every_command_and_every_command_has_a_file():

@@ -1,0 +1,153 @@
+"""Rates and lengths of a run, from its timeline."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from easyrl.simulation.setting import Lengths, Rates, Setting
+from easyrl.timeline.chrome_trace import in_flight
+from easyrl.timeline.spans import BatchSpans, Span, by_lane, is_endpoint, is_rank, rank_lane
+from easyrl.timeline.startup import GROUP
+
+LEAST_REQUESTS = 20
+REQUEST = "request"
+
+
+class Calibration(NamedTuple):
+    """A run's own setting."""
+
+    setting: Setting
+    step_s: float  # measured, the median
+
+
+def calibrate(
+    batches: Sequence[Sequence[BatchSpans]],
+    *,
+    places: int,
+    batch_size: int,
+    group_size: int,
+    mode: Literal["async", "sync"],
+    devices_per_endpoint: int = 1,
+    devices_per_rank: int = 1,
+) -> Calibration:
+    """The setting that ``batches``, each with what all ranks have recorded, were made by.
+
+    ``places``: requests in flight at an endpoint, the most that a run of this configuration has;
+    what the timeline shows is less where a batch does not fill them. Raises ``ValueError`` if there
+    is too little to calibrate on.
+    """
+    requests = [s for of_ranks in batches for s in _spans(of_ranks) if s.name == REQUEST]
+    if len(requests) < LEAST_REQUESTS:
+        raise ValueError(
+            f"the timeline has {len(requests)} requests and {LEAST_REQUESTS} are needed; train a "
+            "few batches more, or state the rates"
+        )
+    tokens = [int(request.args["response_tokens"]) for request in requests]
+    rates = _rates(batches, requests)
+    setting = Setting(
+        rates,
+        Lengths(tuple(tokens), longest=max(tokens), within_group=0.0),
+        endpoints=statistics.mode(len(_endpoints(of_ranks)) for of_ranks in batches),
+        places=places,
+        ranks=statistics.mode(len(of_ranks) for of_ranks in batches),
+        batch_size=batch_size,
+        group_size=group_size,
+        prompt_tokens=round(statistics.mean(int(r.args["prompt_tokens"]) for r in requests)),
+        mode=mode,
+        devices_per_endpoint=devices_per_endpoint,
+        devices_per_rank=devices_per_rank,
+    )
+    seconds = [max(each.end_s - each.start_s for each in of_ranks) for of_ranks in batches]
+    return Calibration(setting, statistics.median(seconds))
+
+
+def _rates(batches: Sequence[Sequence[BatchSpans]], requests: Sequence[Span]) -> Rates:
+    step_s, each_s, prompt_s, request_s = _decode_rates(batches)
+    trained = [s for of_ranks in batches for s in _spans(of_ranks) if s.name == "train"]
+    trained_tokens = sum(int(span.args.get("num_tokens", 0)) for span in trained)
+    if not trained_tokens:
+        raise ValueError("the timeline has no trained micro-batch; train a few batches more")
+    num_groups = sum(s.name == GROUP for of_ranks in batches for s in _spans(of_ranks))
+    group_size = max(len(requests) / max(num_groups, 1), 1)
+    packed = sum(
+        int(request.args["response_tokens"]) + int(request.args["prompt_tokens"]) / group_size
+        for request in requests
+    )
+    beside = sum(
+        span.seconds
+        for of_ranks in batches
+        for span in _spans(of_ranks)
+        if is_rank(span.lane) and span.name == "pack"
+    )
+    return Rates(
+        decode_step_s=step_s,
+        decode_each_s=each_s,
+        prefill_s=prompt_s,
+        request_s=request_s,
+        train_token_s=sum(span.seconds for span in trained) / trained_tokens,
+        train_group_s=beside / max(num_groups, 1),
+        trained_share=min(trained_tokens / packed, 1.0),
+        border_s=statistics.median(_border_s(of_ranks) for of_ranks in batches),
+    )
+
+
+def _decode_rates(batches: Sequence[Sequence[BatchSpans]]) -> tuple[float, ...]:
+    """Least squares, none below zero: seconds of a request = tokens · (a + b · mean in flight)
+    + prompt tokens · c + d."""
+    rows, seconds = [], []
+    for of_ranks in batches:
+        for spans in _endpoints(of_ranks).values():
+            times, counts = map(np.array, zip(*in_flight(spans), strict=True))
+            area = np.concatenate([[0.0], np.cumsum(np.diff(times) * counts[:-1])])
+            for span in spans:
+                if span.name != REQUEST or span.seconds <= 0:
+                    continue
+                start, end = np.interp((span.start_s, span.end_s), times, area)
+                tokens = int(span.args["response_tokens"])
+                beside = (end - start) / span.seconds
+                rows.append([tokens, tokens * beside, int(span.args["prompt_tokens"]), 1.0])
+                seconds.append(span.seconds)
+    matrix, target = np.array(rows), np.array(seconds)
+    used = [0, 1, 2, 3]
+    if np.ptp(matrix[:, 2]) == 0:  # all prompts are as long: their time is a request's
+        used.remove(2)
+    while True:
+        found, *_ = np.linalg.lstsq(matrix[:, used], target, rcond=None)
+        if found.min() >= 0:
+            break
+        used.pop(int(found.argmin()))
+    rates = dict(zip(used, found.tolist(), strict=True))
+    return tuple(rates.get(column, 0.0) for column in range(4))
+
+
+def _border_s(of_ranks: Sequence[BatchSpans]) -> float:
+    """From the last micro-batch's end to the next batch, and from its begin to the first request."""
+    trained = [
+        span.end_s
+        for each in of_ranks
+        for span in each.spans
+        if span.lane == rank_lane(each.rank) and span.name == "train"
+    ]
+    start_s, end_s = min(each.start_s for each in of_ranks), max(each.end_s for each in of_ranks)
+    sent = [span.start_s for span in _spans(of_ranks) if span.name == REQUEST]
+    before_s = max(min(sent, default=start_s) - start_s, 0.0)
+    return before_s + end_s - max(trained, default=end_s)
+
+
+def _spans(of_ranks: Sequence[BatchSpans]) -> list[Span]:
+    start_s = min(each.start_s for each in of_ranks)
+    return [span for each in of_ranks for span in each.spans if span.end_s > start_s]
+
+
+def _endpoints(of_ranks: Sequence[BatchSpans]) -> dict[str, list[Span]]:
+    """Endpoints with a request of training."""
+    lanes = by_lane(_spans(of_ranks))
+    return {
+        lane: spans
+        for lane, spans in lanes.items()
+        if is_endpoint(lane) and any(span.name == REQUEST for span in spans)
+    }

@@ -1,0 +1,96 @@
+"""What a simulation is given, and what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of responses: drawn from what was seen, or log-normal."""
+
+    seen: Sequence[int] = ()
+    mean: float = 0.0  # tokens, of the log-normal distribution before it is cut
+    sigma: float = 0.0  # of its logarithm
+    longest: int = 2**31  # tokens: what is longer is cut there
+    # correlation of the responses of a group (of their logarithms; of seen ones, of their ranks)
+    within_group: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not len(self.seen) and self.mean <= 0:
+            raise ValueError(
+                "lengths: need a mean of more than 0 tokens, or lengths that were seen"
+            )
+
+    def draw(self, num_groups: int, group_size: int, rng: np.random.Generator) -> np.ndarray:
+        """int64 [num_groups, group_size], each at least 1."""
+        shared = rng.standard_normal((num_groups, 1))
+        own = rng.standard_normal((num_groups, group_size))
+        z = np.sqrt(self.within_group) * shared + np.sqrt(1 - self.within_group) * own
+        if len(self.seen):
+            ranks = z.argsort(axis=None).argsort().reshape(z.shape)  # 0 … B·G - 1
+            places = (ranks + rng.random(z.shape)) * len(self.seen) / z.size
+            drawn = np.sort(np.asarray(self.seen))[places.astype(int)]
+        else:
+            drawn = np.exp(np.log(self.mean) - self.sigma**2 / 2 + self.sigma * z)
+        return np.clip(np.rint(drawn), 1, self.longest).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast one endpoint and one training rank are. Seconds."""
+
+    decode_step_s: float  # a token of each of n sequences takes decode_step_s + n · decode_each_s
+    decode_each_s: float
+    prefill_s: float  # of a prompt's token
+    request_s: float  # of a request, whatever its length
+    train_token_s: float  # of a packed token on one rank
+    train_group_s: float  # of a group, whatever its length: packing, journal
+    trained_share: float  # of a batch's packed tokens; what carries no signal is left out
+    border_s: float  # from the last micro-batch's end to the next batch's first request
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One batch of a run."""
+
+    rates: Rates
+    lengths: Lengths
+    endpoints: int
+    places: int  # requests in flight at an endpoint
+    ranks: int  # data-parallel
+    batch_size: int  # prompts
+    group_size: int  # G, responses of each
+    prompt_tokens: int
+    mode: Literal["async", "sync"] = "async"
+    devices_per_endpoint: int = 1
+    devices_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("endpoints", "places", "ranks", "batch_size", "group_size", "prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: has to be positive, and is {getattr(self, name)}")
+
+    @property
+    def devices(self) -> int:
+        return self.endpoints * self.devices_per_endpoint + self.ranks * self.devices_per_rank
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A simulated batch; means over several draws of its lengths."""
+
+    step_s: float  # from a batch's first request to the next one's
+    first_group_s: float  # until training can begin in an asynchronous run
+    last_group_s: float
+    tokens: float  # of all sequences, each with its prompt (paper §6)
+    training_idle: float  # share of the ranks' time
+    inference_idle: float  # share of the endpoints' places
+
+    def tokens_per_s_per_device(self, setting: Setting) -> float:
+        """The paper's measure (§6), TPSPD: tokens / (seconds · devices)."""
+        return self.tokens / self.step_s / setting.devices
