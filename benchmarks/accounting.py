@@ -15,27 +15,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.parts.accounting.planted import PARTS
+from benchmarks.parts.accounting.runs import SleepingRun
 from benchmarks.parts.overlap.endpoint import SleepingEndpoint
 from benchmarks.parts.overlap.runs import Mode, Workload
 from easyrl.demo.build_model import build_tokenizer
 from easyrl.timeline.accounting import LaneAccount, account
 from easyrl.timeline.advice import MORE_INFERENCE, MORE_TRAINING, median_gains, replay_batch
-from easyrl.timeline.reading import kept_batches, read_batch
 from easyrl.timeline.spans import BatchSpans, is_endpoint, is_rank
 
-CONFIG = "benchmarks/overlap.yaml"
 PLANTED_S, SECONDS_PER_TOKEN, TRAIN_S, PLACES = 0.5, 5e-3, 0.12, 24
 MOST_UNEXPLAINED, MOST_MISSED, MOST_OFF = 0.02, 0.1, 0.05
 WORK = Workload(
@@ -49,40 +46,6 @@ WORK = Workload(
 )
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Runs of one workload against one endpoint."""
-
-    folder: Path
-    endpoint: SleepingEndpoint
-    num_batches: int
-
-    def batches(
-        self,
-        mode: Mode,
-        *,
-        part: str = "-",
-        planted_s: float = 0.0,
-        places: int = PLACES,
-        train_s: float = TRAIN_S,
-    ) -> list[list[BatchSpans]]:
-        """The timeline of a run without its first batch and its last, which has no next one."""
-        with tempfile.TemporaryDirectory(prefix="easyrl-accounting-") as run:
-            run_dir = Path(run)
-            overrides = WORK.overrides(
-                mode, self.folder, run_dir, self.endpoint.url, places, self.num_batches + 2
-            )
-            overrides += [f"weight_sync.{proof}=false" for proof in ("prove", "probe", "canary")]
-            planted = [part, str(planted_s), str(train_s)]
-            module = "benchmarks.parts.accounting.planted"
-            command = [sys.executable, "-m", module, *planted, CONFIG, *overrides]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
-            if done.returncode != 0:
-                sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
-            return [read_batch(run_dir, number) for number in kept_batches(run_dir)[1:-1]]
-
-
 def main() -> int:
     arguments = _parse()
     result: dict[str, Any] = {"unexplained": {}, "planted": [], "advice": []}
@@ -92,7 +55,7 @@ def main() -> int:
         tokenizer = build_tokenizer()
         endpoint = opened.enter_context(SleepingEndpoint(len(tokenizer), tokenizer.eos_token_id))
         endpoint.seconds_per_token = SECONDS_PER_TOKEN
-        runs = Runs(folder, endpoint, arguments.batches)
+        runs = SleepingRun(folder, WORK, [endpoint.url], arguments.batches, PLACES, TRAIN_S)
         plain: dict[Mode, list[list[BatchSpans]]] = {}
         for mode in ("sync", "async"):
             plain[mode] = runs.batches(mode)
@@ -126,7 +89,7 @@ def _unexplained(batches: Sequence[Sequence[BatchSpans]]) -> float:
 
 
 def _planted(
-    name: str, runs: Runs, plain: Sequence[Sequence[BatchSpans]]
+    name: str, runs: SleepingRun, plain: Sequence[Sequence[BatchSpans]]
 ) -> dict[str, str | float]:
     part = PARTS[name]
     held_up = runs.batches("async", part=name, planted_s=PLANTED_S)
@@ -156,13 +119,15 @@ def _seconds_of(name: str, batches: Sequence[Sequence[BatchSpans]]) -> float:
 
 
 def _taken(
-    change: str, runs: Runs, plain: Sequence[Sequence[BatchSpans]]
+    change: str, runs: SleepingRun, plain: Sequence[Sequence[BatchSpans]]
 ) -> dict[str, str | float]:
     """Predicted from the plain run, and measured in one that has what was advised."""
     replayed = [replay_batch(each, synchronous=False) for of_ranks in plain for each in of_ranks]
     predicted = median_gains([each for each in replayed if each is not None])[change]
-    more = {"train_s": TRAIN_S / 2} if change == MORE_TRAINING else {"places": 2 * PLACES}
-    taken = runs.batches("async", **more)  # type: ignore[arg-type]
+    if change == MORE_TRAINING:
+        taken = replace(runs, train_s=TRAIN_S / 2).batches("async")
+    else:
+        taken = replace(runs, places=2 * PLACES).batches("async")
     before, after = (statistics.median(map(_wall_s, batches)) for batches in (plain, taken))
     measured = 1 - after / before
     print(f"twice the {change}: predicted to save {predicted:.1%}, saves {measured:.1%}")

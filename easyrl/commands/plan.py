@@ -43,7 +43,7 @@ def plan_command(
     png: Annotated[Path | None, typer.Option(help="draw the divisions into this file")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a run's batch with other endpoints, ranks, sizes, lengths, or divisions of devices."""
+    """Simulate a run's batch with other endpoints, ranks, sizes, lengths or shares of devices."""
     from dataclasses import asdict, replace
 
     from easyrl.config import ConfigError

@@ -125,7 +125,7 @@ def _decode_rates(batches: Sequence[Sequence[BatchSpans]]) -> tuple[float, ...]:
 
 
 def _border_s(of_ranks: Sequence[BatchSpans]) -> float:
-    """From the last micro-batch's end to the next batch, and from its begin to the first request."""
+    """Behind the last micro-batch, and from a batch's begin to its first request."""
     trained = [
         span.end_s
         for each in of_ranks

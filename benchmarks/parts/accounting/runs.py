@@ -1,0 +1,52 @@
+"""Runs against endpoints that sleep, with micro-batches that sleep: times that are known."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.parts.overlap.runs import CONFIG, Mode, Workload
+from easyrl.timeline.reading import kept_batches, read_batch
+from easyrl.timeline.spans import BatchSpans
+
+NO_PART = "-"
+
+
+@dataclass(frozen=True)
+class SleepingRun:
+    """A run of one workload; ``folder`` has its model and prompts."""
+
+    folder: Path
+    work: Workload
+    urls: Sequence[str]
+    num_batches: int
+    places: int  # requests in flight at an endpoint
+    train_s: float  # that each micro-batch takes beside its own work
+
+    def batches(
+        self, mode: Mode, *, part: str = NO_PART, planted_s: float = 0.0
+    ) -> list[list[BatchSpans]]:
+        """The timeline without the first batch, and the last, which has no next one.
+
+        ``part``, held up by ``planted_s`` in each batch: of ``planted.PARTS``. Ends the program if
+        the run fails.
+        """
+        with tempfile.TemporaryDirectory(prefix="easyrl-sleeping-") as run:
+            run_dir, urls = Path(run), ",".join(self.urls)
+            overrides = self.work.overrides(
+                mode, self.folder, run_dir, urls, self.places, self.num_batches + 2
+            )
+            overrides += [f"weight_sync.{proof}=false" for proof in ("prove", "probe", "canary")]
+            planted = [part, str(planted_s), str(self.train_s)]
+            module = "benchmarks.parts.accounting.planted"
+            command = [sys.executable, "-m", module, *planted, CONFIG, *overrides]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if done.returncode != 0:
+                sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
+            return [read_batch(run_dir, number) for number in kept_batches(run_dir)[1:-1]]
