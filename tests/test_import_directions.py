@@ -138,7 +138,7 @@ MAY_IMPORT = {
     " weight_sync.challenge weight_sync.store",
     "build": "schema config completion_check dataloaders doctor engines"
     " inference_client kernels.attention lab ledger memory_plan.remedies metrics"
-    " models recipes rewards runtime samples trainer weight_sync",
+    " models recipes rewards runtime samples timeline trainer weight_sync",
     "arguments": "",
     "train": "schema config arguments hub build engines.base ledger.checkpoints metrics recipes"
     " runtime",
@@ -149,7 +149,7 @@ MAY_IMPORT = {
     "one_machine": "config hub train demo.prepared runtime.startup_signals"
     " inference_client.servers.managed.launch",
     "commands": "schema config arguments convert doctor.finding first_config hub one_machine train"
-    " build lab ledger memory_plan recipes runtime samples"
+    " build lab ledger memory_plan recipes report runtime samples simulation timeline"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "arguments commands runtime.startup_signals",
     "demo.prepared": "demo",

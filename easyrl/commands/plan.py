@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,6 @@ from easyrl.runtime.run_files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any
 
     from easyrl.config import Config
     from easyrl.simulation.calibrate import Calibration
@@ -53,7 +52,7 @@ def plan_command(
     try:
         config, calibration = _calibrated(run_dir, devices_per_endpoint, devices_per_rank)
         measured = calibration.setting
-        asked = {
+        asked: dict[str, Any] = {
             "endpoints": endpoints,
             "places": places,
             "ranks": ranks,

@@ -1,20 +1,21 @@
 """What would shorten a batch: its own arrivals and training times, replayed under other numbers.
 
-A batch is replayed as a queue: group i arrives at a(i) and takes its share τ of the measured
-training time, so that training ends at f(i) = max(f(i-1), a(i)) + τ; in a synchronous run it begins
-when all have arrived. What is behind it (step, push, proof) stays as it was. Twice the training
-devices halve τ. Twice the places at endpoints halve the time that a group waits for its turn; once
-it is asked for, it takes as long as it took.
+A batch is replayed as two queues. Groups are generated in the order of their dispatch, as many at
+a time as were, each as long as it took; twice the places at endpoints are twice as many at a time.
+Group i, which arrives at a(i), takes its share τ of the measured training time, so that training
+ends at f(i) = max(f(i-1), a(i)) + τ; in a synchronous run it begins when all have arrived. Twice
+the training devices halve τ. What is behind it (step, push, proof) stays as it was.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
 from easyrl.timeline.spans import BatchSpans, is_rank, rank_lane
-from easyrl.timeline.startup import GROUP
+from easyrl.timeline.startup import GROUP, most_at_once
 
 MORE_TRAINING, MORE_INFERENCE = "training devices", "places at inference endpoints"
 WORTH_SAYING = 0.03  # of a batch's time
@@ -44,9 +45,8 @@ def replay_batch(of_rank: BatchSpans, *, synchronous: bool) -> Replayed | None:
     trained = [span for span in of_rank.spans if span.lane == lane and span.name == "train"]
     if not groups or not trained:
         return None
-    start_s = of_rank.start_s
-    turns = [max(group.start_s - start_s, 0.0) for group in groups]
-    took = [group.seconds for group in groups]
+    groups.sort(key=lambda group: group.start_s)
+    start_s, places = of_rank.start_s, most_at_once(groups)
     work = ("train", "pack", "look_ahead")
     last_s = max(span.end_s for span in trained)
     first_s = min(group.end_s for group in groups)  # what is packed before is none of its work
@@ -56,13 +56,15 @@ def replay_batch(of_rank: BatchSpans, *, synchronous: bool) -> Replayed | None:
         if span.lane == lane and span.name in work and first_s <= span.end_s <= last_s
     )
     rest_s = of_rank.end_s - last_s
-    first_turn_s = min(turns)
+    first_turn_s = max(groups[0].start_s - start_s, 0.0)
 
-    def ends(share_of_turns: float, share_of_training: float) -> float:
-        arrivals = sorted(
-            first_turn_s + (turn - first_turn_s) * share_of_turns + seconds
-            for turn, seconds in zip(turns, took, strict=True)
-        )
+    def ends(places: int, share_of_training: float) -> float:
+        free = [first_turn_s] * places
+        arrivals = []
+        for group in groups:
+            arrivals.append(heapq.heappop(free) + group.seconds)
+            heapq.heappush(free, arrivals[-1])
+        arrivals.sort()
         each_s = training_s * share_of_training / len(arrivals)
         if synchronous:
             return arrivals[-1] + each_s * len(arrivals) + rest_s
@@ -71,7 +73,8 @@ def replay_batch(of_rank: BatchSpans, *, synchronous: bool) -> Replayed | None:
             end_s = max(end_s, arrival) + each_s
         return end_s + rest_s
 
-    return Replayed(of_rank.end_s - start_s, ends(1, 1), ends(1, 0.5), ends(0.5, 1))
+    more_training_s, more_inference_s = ends(places, 0.5), ends(2 * places, 1.0)
+    return Replayed(of_rank.end_s - start_s, ends(places, 1.0), more_training_s, more_inference_s)
 
 
 def median_gains(replayed: Sequence[Replayed]) -> dict[str, float]:

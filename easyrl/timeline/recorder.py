@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class _Recorded(NamedTuple):
     name: str
     start_s: float  # of time.monotonic
     end_s: float
-    args: dict[str, int | str]
+    args: Mapping[str, int | str]
 
 
 @dataclass
@@ -56,7 +56,7 @@ class SpanRecorder:
         self._told = False
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="timeline")
 
-    def phase(self, name: str, start_s: float, end_s: float, args: dict[str, int | str]) -> None:
+    def phase(self, name: str, start_s: float, end_s: float, args: Mapping[str, int | str]) -> None:
         """What the trainer's thread has done. Phases come in order, without gaps.
 
         The first one of a batch ends the batch before.
@@ -108,7 +108,7 @@ class SpanRecorder:
     def _write(self, batch: int, start_s: float, end_s: float, recorded: list[_Recorded]) -> None:
         start, epoch_s = time.thread_time(), self._epoch_s
         spans = [
-            Span(lane, name, began_s + epoch_s, ended_s + epoch_s, args)
+            Span(lane, name, began_s + epoch_s, ended_s + epoch_s, dict(args))
             for lane, name, began_s, ended_s, args in recorded
         ]
         whole = BatchSpans(batch, self.rank, start_s + epoch_s, end_s + epoch_s, spans)

@@ -14,6 +14,7 @@ from easyrl.__main__ import command_line
 COMMANDS = {"train", "sft", "dpo", "serve", "eval", "endpoints", "verify", "replay", "recipes"}
 COMMANDS |= {
     "plan-memory",
+    "plan",
     "samples",
     "trace",
     "report",

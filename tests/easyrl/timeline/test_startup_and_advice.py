@@ -60,7 +60,9 @@ def test_advice_names_what_the_batch_is_bound_by() -> None:
     slow_trainer = advice([made(8, 8, 2.0, 2.0)], synchronous=False)
     assert slow_trainer.startswith("training-bound: twice the training devices would save 42%")
     slow_inference = advice([made(8, 1, 2.0, 0.1)], synchronous=False)
-    assert slow_inference.startswith("inference-bound") and "save 41%" in slow_inference
+    assert slow_inference.startswith("inference-bound") and slow_inference.endswith(
+        "46%"
+    )  # 17.1 s, 9.2 s
 
 
 def test_a_synchronous_run_trains_behind_the_last_group() -> None:
@@ -72,7 +74,7 @@ def test_a_synchronous_run_trains_behind_the_last_group() -> None:
     replayed = replay_batch(batch(spans, 9.0), synchronous=True)
     assert replayed is not None
     assert replayed.as_it_was_s == 9.0 and replayed.more_training_s == 7.0
-    assert replayed.more_inference_s == 8.0
+    assert replayed.more_inference_s == 7.0  # both arrive at 2
 
 
 def test_without_trained_groups_there_is_nothing_to_advise() -> None:
