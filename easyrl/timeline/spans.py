@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-# lane or URL, name, start and end in seconds of ``time.monotonic``, then what else is known
+# whose it is where one function is told of several (a URL), name, start and end in seconds of
+# ``time.monotonic``, then what else is known
 AddSpan = Callable[..., None]
 
 
-def ignore_span(lane: str, name: str, start_s: float, end_s: float, **args: int | str) -> None:
+def ignore_span(*told: str | float, **args: int | str) -> None:
     """An ``AddSpan`` that keeps nothing."""
 
 
