@@ -22,8 +22,10 @@ RUN apt-get update \
         g++ ninja-build openssh-client pdsh python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
+# hadolint ignore=DL3006
 FROM base-${DEVICE} AS trainer
-RUN python3 -m venv /opt/easyrl
+# The user has the same number in the server's image: weights in /dev/shm are their owner's alone.
+RUN useradd --create-home --uid 10001 easyrl && python3 -m venv /opt/easyrl
 ENV PATH=/opt/easyrl/bin:$PATH
 WORKDIR /opt/easyrl/source
 COPY constraints.txt ./
@@ -35,12 +37,10 @@ COPY inference_client ./inference_client
 COPY kernels ./kernels
 RUN pip install --no-cache-dir -c constraints.txt ".[$EXTRAS]"
 
-# The same number as in the server's image: weights in /dev/shm are their owner's alone.
-RUN useradd --create-home --uid 10001 easyrl
-USER easyrl
+USER 10001
 WORKDIR /home/easyrl/work
-COPY --chown=easyrl configs ./configs
-COPY --chown=easyrl examples ./examples
+COPY --chown=10001 configs ./configs
+COPY --chown=10001 examples ./examples
 RUN mkdir runs models data
 # Nothing is fetched at run time: models and data are mounted.
 ENV HF_HUB_OFFLINE=1

