@@ -48,12 +48,17 @@ def wrong_commands(text: str, project: Project) -> list[str]:
 
 def _wrong_in(line: str, project: Project, *, whole: bool) -> list[str]:
     try:
-        found = list(_commands_in(line if whole else re.sub(r"[\[\]]", " ", line)))
+        found = list(_commands_in(line if whole else _without_notation(line)))
     except ValueError:  # no command line: a picture, a quotation mark of prose
         begins = line.split()[:1]
         return [f"{line}: cannot be read"] if whole and begins == ["easyrl"] else []
     reasons = (_reason(words, project, whole) for words in found)
     return [f"{line.strip()}: {reason}" for reason in reasons if reason]
+
+
+def _without_notation(line: str) -> str:
+    r"""Without brackets around what may be left out, and with ``add/remove`` for ``add\|remove``."""
+    return re.sub(r"(\w)\\?\|(?=\w)", r"\1/", re.sub(r"[\[\]]", " ", line))
 
 
 def _commands_in(line: str) -> Iterator[list[str]]:
@@ -93,7 +98,7 @@ def _reason(words: Sequence[str], project: Project, whole: bool) -> str | None:
         return None
     if not project.can_run(module):
         return f"no module {module} to run"
-    known = _options_of_module(module, project)
+    known = _options_of_module(module)
     unknown = [option for option in _options(arguments) if option not in known]
     return f"{module} has no option {unknown[0]}" if unknown else None
 
@@ -120,8 +125,8 @@ def _refused(arguments: Sequence[str], whole: bool) -> str | None:
         return None  # easyrl --version; easyrl COMMAND
     groups = {name.partition(" ")[0] for name in known if " " in name}
     length = 2 if arguments[0] in groups and arguments[1:] else 1
-    names = " ".join(arguments[:length]).split("|")
-    names = [names[0], *(f"{arguments[0]} {name}" for name in names[1:])]  # endpoints add|remove
+    names = " ".join(arguments[:length]).split("/")
+    names = [names[0], *(f"{arguments[0]} {name}" for name in names[1:])]  # endpoints add/remove
     if names == [arguments[0]] and arguments[0] in groups:
         return None  # a group's name alone
     if missing := [name for name in names if name not in known]:
@@ -144,14 +149,15 @@ def _refused(arguments: Sequence[str], whole: bool) -> str | None:
 
 
 @cache
-def _options_of_module(module: str, project: Project) -> frozenset[str]:
+def _options_of_module(module: str) -> frozenset[str]:
     """What stands in its source, or in that of a module of the same package that it imports, as an
     option; of functions that typer reads, their arguments."""
     package = ".".join(module.split(".")[:2]) if module.startswith("easyrl.") else "benchmarks"
+    modules = Project.here().modules
     found, seen, waiting = {"--help"}, set(), [module]
     while waiting:
         name = waiting.pop()
-        file = project.modules.get(f"{name}.__main__", project.modules.get(name))
+        file = modules.get(f"{name}.__main__", modules.get(name))
         if name in seen or file is None:
             continue
         seen.add(name)

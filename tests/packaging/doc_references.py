@@ -41,6 +41,7 @@ NOT_OURS = {
     "reward.py",
     "my_recipe.py",
     "recipe.my_key",
+    "recipe.baseline",
     "easyrl.yaml",
     "model.embed_tokens.weight",  # a parameter
 }
