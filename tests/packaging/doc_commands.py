@@ -57,7 +57,7 @@ def _wrong_in(line: str, project: Project, *, whole: bool) -> list[str]:
 
 
 def _without_notation(line: str) -> str:
-    r"""Without brackets around what may be left out, and with ``add/remove`` for ``add\|remove``."""
+    r"""Without brackets around what may be left out; ``add/remove`` for ``add\|remove``."""
     return re.sub(r"(\w)\\?\|(?=\w)", r"\1/", re.sub(r"[\[\]]", " ", line))
 
 

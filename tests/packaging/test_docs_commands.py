@@ -62,7 +62,7 @@ def test_a_planted_mistake_in_prose_is_found(span, reason):
     "line",
     [
         "easyrl samples runs/demo --step 4 --worst   # a comment",
-        "easyrl lab runs/demo --step 5 --with trainer.learning_rate=2e-4 --with \"'recipe={name: x}'\"",
+        "easyrl lab runs/demo --step 5 --with a.b=2 --with \"'recipe={name: x}'\"",
         "easyrl train c.yaml run.output_dir=runs/x --resume > log & easyrl --version",
         "deepspeed … --module easyrl.train CONFIG [key=value …]",
         "CUDA_VISIBLE_DEVICES=0 python -m benchmarks.chaos --kills 3; python -m venv .venv",
