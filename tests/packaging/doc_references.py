@@ -33,7 +33,7 @@ IMPORT_NAMES = {  # of the folders that have modules
     "benchmarks": "benchmarks",
     "tests": "tests",
 }
-FOLDERS = (*IMPORT_NAMES, "configs", "docs")
+FOLDERS = (*IMPORT_NAMES, "configs", "docker", "docs")
 # of a run and of a user
 NOT_OURS = {
     "run.lock",

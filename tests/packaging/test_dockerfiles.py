@@ -149,3 +149,42 @@ def test_the_linter_has_nothing_to_say(file, tmp_path):
         file.read_text().replace("USER 10001", "USER root").replace("RUN ", "RUN sudo ")
     )
     assert subprocess.run([*command[:-1], str(broken)], capture_output=True).returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_trainer_is_installed_by_its_lines(tmp_path):
+    """For a CPU, from what is copied alone, in an environment of its own; pip fetches from where
+    this machine's does."""
+    source, work, environment = tmp_path / "source", tmp_path / "work", tmp_path / "environment"
+    for folder in (source, work):
+        folder.mkdir()
+    for name in sources(TRAINER):
+        into = work if name in ("configs", "examples") else source
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, into / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, into / name)
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    path = f"{environment / 'bin'}:/usr/bin:/bin"
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST"))}
+    variables |= {"PATH": path, "EXTRAS": "hub", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+
+    def run(line: str, folder: Path) -> str:
+        command = ["/bin/sh", "-ec", line]
+        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+        return done.stdout
+
+    lines = [line for line in values(TRAINER, "RUN") if line.startswith("pip install")]
+    assert len(lines) == 2
+    for line in lines:
+        run(line, source)
+    shutil.rmtree(source)
+    assert run("easyrl --version", work).startswith("easyrl ")
+    assert "easyrl.demo" in run("python -m easyrl.demo --help", work)
+    assert "learning_rate" in run(
+        "python -m easyrl.demo.task --output data && cat configs/demo.yaml", work
+    )
+    found = run("python -c 'import easyrl.kernels as k; print(k.__file__)'", work).strip()
+    assert Path(found).is_relative_to(environment)
