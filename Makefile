@@ -17,7 +17,7 @@ EASYRL_VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 VLLM_SETUP := setup-vllm
 endif
 
-.PHONY: demo test test-browser test-gpu bench-gpu test-runs test-slow test-triton test-peers test-npu-signatures test-vllm test-hosts lint typecheck setup setup-vllm clean
+.PHONY: demo test test-browser test-gpu bench-gpu test-runs test-slow test-triton test-peers test-npu-signatures test-vllm test-hosts docs lint typecheck setup setup-vllm clean
 
 # extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
 # split over processes: make demo PARALLEL=tp2pp2
@@ -74,6 +74,11 @@ test-gpu: $(GPU_SETUP)   ## the tests that need a GPU; what is not installed is 
 
 bench-gpu: $(GPU_SETUP)   ## one table of tokens/s, MFU, memory, weight sync; extra: ARGS="--again"
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+# Opened as files, the pages have all but the search, which needs a server:
+# python -m http.server --directory build/site
+docs: setup   ## the documentation as a site, in build/site; nothing in it is fetched from elsewhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 lint: setup
 	$(BIN)/ruff check .

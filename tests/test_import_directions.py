@@ -140,6 +140,8 @@ MAY_IMPORT = {
     " inference_client kernels.attention lab ledger memory_plan.remedies metrics"
     " models recipes rewards runtime samples timeline trainer weight_sync",
     "arguments": "",
+    "arguments.reference": "__main__ arguments commands.replay"
+    " inference_client.servers.embedded.server",
     "train": "schema config arguments hub build engines.base ledger.checkpoints metrics recipes"
     " runtime",
     "api": "schema config hub train runtime.machine runtime.uncaught rewards.given",

@@ -50,7 +50,7 @@ def replay_command(context: typer.Context) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
-    arguments = parsed(_arguments, argv, "easyrl replay", replay_command.__doc__)
+    arguments = parsed(replay_arguments, argv, "easyrl replay", replay_command.__doc__)
     try:
         run = RecordedRun(arguments.run_dir)
         if arguments.step is None:
@@ -225,7 +225,7 @@ class _Arguments(NamedTuple):
     step: int | None
 
 
-def _arguments(
+def replay_arguments(
     run_dir: RunDir,
     overrides: Overrides = None,
     step: Annotated[

@@ -33,7 +33,7 @@ IMPORT_NAMES = {  # of the folders that have modules
     "benchmarks": "benchmarks",
     "tests": "tests",
 }
-FOLDERS = (*IMPORT_NAMES, "configs", "docs")
+FOLDERS = (*IMPORT_NAMES, "configs", "docker", "docs")
 # of a run and of a user
 NOT_OURS = {
     "run.lock",
@@ -41,6 +41,7 @@ NOT_OURS = {
     "reward.py",
     "my_recipe.py",
     "recipe.my_key",
+    "recipe.baseline",
     "easyrl.yaml",
     "model.embed_tokens.weight",  # a parameter
 }

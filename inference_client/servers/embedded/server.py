@@ -59,7 +59,10 @@ def serve(
         int | None, typer.Option(help="prompt and response; default: model's")
     ] = None,
     max_queue: Annotated[int, typer.Option(help="waiting samples before 503")] = 4096,
-    logprobs_mode: LogprobsMode = "processed_logprobs",
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        typer.Option(help="of the distribution that is sampled, or before temperature"),
+    ] = "processed_logprobs",
     api_key: Annotated[
         str | None, typer.Option(help="bearer token; shown by ps, --api-key-env is better")
     ] = None,
