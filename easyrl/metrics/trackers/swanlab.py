@@ -1,0 +1,1 @@
+"""Metrics in an experiment of SwanLab."""
