@@ -15,12 +15,12 @@ from easyrl.build.ledger import open_certificate, open_earlier_run, reference_id
 from easyrl.build.model import load_model
 from easyrl.build.progress import ProgressView
 from easyrl.build.recipe import group_functions
-from easyrl.build.reporter import open_trackers
 from easyrl.build.run import OpenRun, open_run
 from easyrl.build.run_length import tell_run
 from easyrl.build.steps import num_epochs
 from easyrl.build.timeline import open_timeline, phase_clock
 from easyrl.build.tokenizer import load_tokenizer
+from easyrl.build.trackers import open_trackers
 from easyrl.build.watchdog import watch_records
 from easyrl.build.weights_digest import digest_of_weights
 from easyrl.config import ConfigError

@@ -8,6 +8,16 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from easyrl.config import Config, ConfigError, DatasetConfig
+from easyrl.config.run import TrackerName
+
+# what the trackers import that extras bring
+TRACKER_PACKAGES: dict[TrackerName, str] = {
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
+    "prometheus": "prometheus_client",
+}
 
 
 def check_paths(config: Config, *, written_later: Collection[Path] = ()) -> None:
@@ -33,10 +43,9 @@ def _problems(config: Config, written_later: Collection[Path]) -> Iterator[str]:
                 f"{key}: the environment variable {variable} is not set; export it, or remove the "
                 "key"
             )
-    if "wandb" in config.run.trackers:
-        found = importlib.util.find_spec("wandb")
-        if found is None or found.origin is None:  # the latter is a folder of wandb's runs
-            yield "run.trackers: wandb is not installed; pip install 'easyrl[wandb]'"
+    for tracker in config.run.trackers:
+        if tracker in TRACKER_PACKAGES and not _is_installed(TRACKER_PACKAGES[tracker]):
+            yield f"run.trackers: {tracker} is not installed; pip install 'easyrl[{tracker}]'"
     if config.trainer.optimizer == "adam8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield (
             "trainer.optimizer: adam8bit needs bitsandbytes, which is not installed; pip install "
@@ -69,6 +78,12 @@ def _problems(config: Config, written_later: Collection[Path]) -> Iterator[str]:
         )
     elif not os.access(directory, os.W_OK):
         yield f"weight_sync.directory: {directory} is not writable; name another"
+
+
+def _is_installed(package: str) -> bool:
+    """A folder of that name, which some packages write their runs to, is no package."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def model_problem(path: Path) -> str | None:

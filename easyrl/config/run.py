@@ -11,6 +11,7 @@ from pydantic import NonNegativeInt, field_validator
 from easyrl.config.base import FilePath, Section
 
 MOST_CHARACTERS = 128  # of a name: names of files have 255, of which the run's own take some
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab", "prometheus"]
 
 
 class RunConfig(Section):
@@ -25,9 +26,10 @@ class RunConfig(Section):
     # are there; a control experiment
     determinism: Literal["none", "strict"] = "none"  # strict: the same bits in every weight and
     # metric, however groups arrive; needs endpoints whose responses do not depend on batching
-    trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]  # where metrics go beside
-    # metrics.jsonl
-    wandb_project: str = "easyrl"  # for the tracker wandb
+    trackers: list[TrackerName] = ["tensorboard"]  # where metrics go beside
+    # metrics.jsonl (docs/trackers.md): TensorBoard with any of them, nowhere with []
+    project: str = "easyrl"  # what trackers file the run under (wandb, trackio, mlflow, swanlab)
+    wandb_project: str | None = None  # for the tracker wandb; default: project
     console: bool = True  # a row per step
     event_log: bool = True  # events-rank*.jsonl: what happened when, for each rank
 
