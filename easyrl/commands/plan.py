@@ -37,8 +37,10 @@ def plan_command(
     devices: Annotated[
         int | None, typer.Option(help="divide so many between inference and training", min=2)
     ] = None,
-    devices_per_endpoint: Annotated[int, typer.Option(min=1)] = 1,
-    devices_per_rank: Annotated[int, typer.Option(min=1)] = 1,
+    devices_per_endpoint: Annotated[
+        int, typer.Option(help="devices of an inference endpoint", min=1)
+    ] = 1,
+    devices_per_rank: Annotated[int, typer.Option(help="devices of a training rank", min=1)] = 1,
     png: Annotated[Path | None, typer.Option(help="draw the divisions into this file")] = None,
     as_json: AsJson = False,
 ) -> None:
