@@ -8,6 +8,7 @@ from pathlib import Path
 from easyrl.build.inference import Inference
 from easyrl.build.run import OpenRun
 from easyrl.build.samples import console_sample, wandb_table
+from easyrl.build.timeline import Timeline
 from easyrl.config import Config
 from easyrl.config.file import public_tree
 from easyrl.ledger.certificate.writer import Certificate
@@ -34,6 +35,7 @@ def open_reporter(
     run: OpenRun,
     inference: Inference,
     certificate: Certificate | None,
+    timeline: Timeline,
     *,
     progress: Progress,
     num_steps: int | None,
@@ -59,7 +61,9 @@ def open_reporter(
         seconds={
             "time/inference_idle_s": inference.pool.idle_s,
             "time/reward_s": inference.rewards_busy.seconds,
+            **timeline.seconds(),
         },
+        known=timeline.metrics,
         trackers=trackers,
         mismatch=mismatch,
         alarms=alarms,
