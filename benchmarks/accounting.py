@@ -61,9 +61,13 @@ def main() -> int:
             plain[mode] = runs.batches(mode)
             result["unexplained"][mode] = round(_unexplained(plain[mode]), 4)
             print(f"{mode}: unexplained {result['unexplained'][mode]:.2%} of a lane at most")
-        for name in PARTS:
-            if arguments.only in name:
-                result["planted"].append(_planted(name, runs, plain["async"]))
+        waiting = replace(runs, train_s=0.0)
+        for starves, of_runs in ((False, runs), (True, waiting)):
+            names = [n for n in PARTS if PARTS[n].while_training_waits == starves]
+            names = [name for name in names if arguments.only in name]
+            if names:
+                before = of_runs.batches("async") if starves else plain["async"]
+                result["planted"] += [_planted(name, of_runs, before) for name in names]
         if not arguments.only:
             for change in (MORE_TRAINING, MORE_INFERENCE):
                 result["advice"].append(_taken(change, runs, plain["async"]))

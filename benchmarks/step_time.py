@@ -7,10 +7,11 @@ The demo (``make demo``) as it is, but for fewer steps, an evaluation of ``--que
 group. The trainer thread's phases (``time/phase_*_s``, docs/architecture.md) of each step are added
 up and compared with the time from report to report by another clock: the wall time of TensorBoard's
 events. ``time/reward_s`` and ``time/evaluation_s`` are of what goes on beside the thread and not
-among them; ``samples`` is the share of writing samples (``time/samples_s``). The last line printed
-is one JSON object: the phases' share of a step's time and of all, and that of samples in the steps'
-time and in the demo's, which has the measurements before and after the training, too. Each report
-takes some milliseconds between the two clocks, which count in steps of half a second.
+among them; ``samples`` is the share of writing samples (``time/samples_s``), ``timeline`` that of
+writing spans (``time/timeline_s``, processor time). The last line printed is one JSON object: the
+phases' share of a step's time and of all, and that of both in the steps' time and the demo's, which
+has the measurements before and after the training, too. Each report takes some milliseconds between
+the two clocks, which count in steps of half a second.
 
 ``--steps 60 --every 20 --questions 512 --reward-s 0`` is ``make demo``.
 """
@@ -42,7 +43,7 @@ def slow(prompt, texts, token_ids):
     time.sleep({seconds})
     return [0.0 for _ in texts]
 """
-BESIDE = ("time/reward_s", "time/evaluation_s", "time/samples_s")
+BESIDE = ("time/reward_s", "time/evaluation_s", "time/samples_s", "time/timeline_s")
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ def summary(steps: Sequence[StepTime], demo: Mapping[str, float]) -> dict[str, f
         "evaluation_s": round(total("time/evaluation_s"), 2),
         "samples_share_of_steps": round(total("time/samples_s") / wall_s, 5),
         "samples_share_of_demo": round(total("time/samples_s") / demo["seconds"], 5),
+        "timeline_share_of_steps": round(total("time/timeline_s") / wall_s, 5),
+        "timeline_share_of_demo": round(total("time/timeline_s") / demo["seconds"], 5),
     }
 
 

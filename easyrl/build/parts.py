@@ -21,7 +21,7 @@ from easyrl.build.rollouts import open_rollouts
 from easyrl.build.run import open_run
 from easyrl.build.run_length import tell_run
 from easyrl.build.servers import start_servers
-from easyrl.build.timeline import open_timeline, phase_clock, record_inference
+from easyrl.build.timeline import open_timeline
 from easyrl.build.trainer import build_trainer
 from easyrl.build.watchdog import watch_progress
 from easyrl.config import Config
@@ -87,16 +87,17 @@ def build_parts(
         tell_run(config, len(data.prompts), model.num_steps, kept.progress)
     follow_membership(run, endpoints)
     timeline = open_timeline(run, kept.progress)
-    record_inference(timeline, endpoints.inference)
+    timeline.record(endpoints.inference)
     rollouts = open_rollouts(run, data, endpoints, kept.journal)
     evaluation = schedule_evaluation(
         run, data, endpoints.inference, rollouts, from_step=kept.progress.reported_step
     )
-    clock = phase_clock(timeline)
+    clock = timeline.clock()
     reporter = open_reporter(
         run,
         endpoints.inference,
         certificate,
+        timeline,
         progress=kept.progress,
         num_steps=model.num_steps,
         look=ProgressView(

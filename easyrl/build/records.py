@@ -18,7 +18,7 @@ from easyrl.build.recipe import group_functions
 from easyrl.build.run import OpenRun, open_run
 from easyrl.build.run_length import tell_run
 from easyrl.build.steps import num_epochs
-from easyrl.build.timeline import open_timeline, phase_clock
+from easyrl.build.timeline import open_timeline
 from easyrl.build.tokenizer import load_tokenizer
 from easyrl.build.trackers import open_trackers
 from easyrl.build.watchdog import watch_records
@@ -110,7 +110,8 @@ def build_record_parts(
     batches = RecordBatches(
         records.data.records, order, config.trainer.batch_size, ranks.dp_rank, ranks.dp_size
     )
-    clock = phase_clock(open_timeline(run, progress))
+    timeline = open_timeline(run, progress)
+    clock = timeline.clock()
     look = ProgressView(clock, progress, batches, checkpoints)
     trackers = open_trackers(run, certificate, progress, model.num_steps, look)
     evaluation = None
@@ -147,7 +148,12 @@ def build_record_parts(
             reference=reference,
             final_weights=lambda: digest_of_weights(engine, run.collectives),
         ),
-        reporter=StepReporter(ranks.world_size, trackers=trackers),
+        reporter=StepReporter(
+            ranks.world_size,
+            seconds=timeline.seconds(),
+            known=timeline.metrics,
+            trackers=trackers,
+        ),
         evaluation=evaluation,
         first_version=run.version,
         groups_per_update=config.trainer.batch_size,

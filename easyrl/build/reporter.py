@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from easyrl.build.inference import Inference
 from easyrl.build.run import OpenRun
+from easyrl.build.timeline import Timeline
 from easyrl.build.trackers import open_trackers
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.metrics.alarms.alarms import Alarms
@@ -22,6 +23,7 @@ def open_reporter(
     run: OpenRun,
     inference: Inference,
     certificate: Certificate | None,
+    timeline: Timeline,
     *,
     progress: Progress,
     num_steps: int | None,
@@ -47,7 +49,9 @@ def open_reporter(
         seconds={
             "time/inference_idle_s": inference.pool.idle_s,
             "time/reward_s": inference.rewards_busy.seconds,
+            **timeline.seconds(),
         },
+        known=timeline.metrics,
         trackers=trackers,
         mismatch=mismatch,
         alarms=alarms,

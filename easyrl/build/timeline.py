@@ -1,13 +1,19 @@
-"""The timeline of a run: who adds to it, and the trace that is left at the end."""
+"""The timeline of a run: who adds to it, what is told of it, and the trace left at the end."""
 
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from easyrl.build.inference import Inference
 from easyrl.build.run import OpenRun
+from easyrl.config import Config
 from easyrl.runtime.phase_clock import PhaseClock
 from easyrl.schema import Progress
+from easyrl.timeline.accounts_file import AccountsFile
+from easyrl.timeline.advice import advice
 from easyrl.timeline.chrome_trace import FILE, newest_batches, write_trace
 from easyrl.timeline.folder import TimelineFolder
 from easyrl.timeline.recorder import SpanRecorder
@@ -15,17 +21,48 @@ from easyrl.timeline.recorder import SpanRecorder
 logger = logging.getLogger(__name__)
 
 
-def open_timeline(run: OpenRun, progress: Progress) -> SpanRecorder | None:
-    """This rank's, which goes on after ``progress``; None where nothing is to be kept.
+@dataclass(frozen=True)
+class Timeline:
+    """Of one rank; without a recorder nothing is kept."""
+
+    recorder: SpanRecorder | None = None
+    accounts: AccountsFile | None = None  # on the first rank
+
+    def clock(self) -> PhaseClock:
+        """Of the trainer's thread, whose phases are recorded."""
+        return PhaseClock(None if self.recorder is None else self.recorder.phase)
+
+    def record(self, inference: Inference) -> None:
+        """Has endpoints and producer tell what they do from now on."""
+        if self.recorder is not None:
+            inference.pool.span = self.recorder.endpoint
+            inference.span = self.recorder.producer
+
+    def seconds(self) -> Mapping[str, Callable[[], float]]:
+        """What it takes, for ``StepReporter.seconds``."""
+        recorder = self.recorder
+        return {} if recorder is None else {"time/timeline_s": lambda: recorder.writing_s}
+
+    def metrics(self) -> Mapping[str, float]:
+        """Of the newest batch that is accounted for."""
+        return {} if self.accounts is None else self.accounts.metrics()
+
+
+def open_timeline(run: OpenRun, progress: Progress) -> Timeline:
+    """This rank's, which goes on after ``progress``.
 
     What an earlier attempt has written behind that will come again. When the run ends the first
-    rank writes ``trace.json`` of the newest batches, as far as the others have written theirs.
+    rank writes ``trace.json`` of the newest batches, as far as the others have written theirs, and
+    says what would make a batch shorter.
     """
     keep, rank, folder = run.config.timeline.keep, run.ranks.dp_rank, TimelineFolder(run.output)
     if not keep:
-        return None
+        return Timeline()
+    accounts: AccountsFile | None = None
     try:
         folder.remove_from(progress.closed_batches, rank)
+        if run.ranks.is_first:
+            accounts = AccountsFile(folder, run.ranks.dp_size, progress.closed_batches)
     except OSError as error:
         logger.warning(
             "%s: an earlier attempt's timeline cannot be removed (%s); batches from %d on are not "
@@ -35,28 +72,25 @@ def open_timeline(run: OpenRun, progress: Progress) -> SpanRecorder | None:
             progress.closed_batches,
         )
     recorder = SpanRecorder(folder, keep=keep, batch=lambda: progress.closed_batches, rank=rank)
+    if accounts is not None:
+        recorder.on_batch = accounts.add
     if run.ranks.is_first:
-        run.opened.callback(_write_trace, folder)
+        run.opened.callback(_end, folder, accounts, run.config)
     run.opened.callback(recorder.close)
-    return recorder
+    return Timeline(recorder, accounts)
 
 
-def phase_clock(recorder: SpanRecorder | None) -> PhaseClock:
-    """Of the trainer's thread, whose phases ``recorder`` is told."""
-    return PhaseClock(None if recorder is None else recorder.phase)
-
-
-def record_inference(recorder: SpanRecorder | None, inference: Inference) -> None:
-    """Has endpoints and producer tell ``recorder`` what they do from now on."""
-    if recorder is not None:
-        inference.pool.span = recorder.endpoint
-        inference.span = recorder.producer
-
-
-def _write_trace(folder: TimelineFolder) -> None:
+def _end(folder: TimelineFolder, accounts: AccountsFile | None, config: object) -> None:
     path = folder.path.with_name(FILE)
     try:
-        if batches := newest_batches(folder):
+        if accounts is not None:
+            accounts.close()
+        batches = newest_batches(folder)
+        if batches:
             write_trace(path, batches)
     except OSError as error:
         logger.warning("%s: cannot be written (%s); easyrl trace can", path, error.strerror)
+        return
+    if batches and isinstance(config, Config):  # a run on records has no inference to compare with
+        told = advice(batches, synchronous=config.run.mode == "sync")
+        print(f"easyrl: {told} (easyrl trace {path.parent})", file=sys.stderr)

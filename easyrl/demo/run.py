@@ -35,6 +35,7 @@ from easyrl.runtime.run_folder import locked_folder
 PROOF_TIMES = ("time/proof_s", "time/canary_s", "time/probe_s")  # of what the endpoints serve
 CERTIFICATE_TIMES = ("time/certificate_s", "time/journal_s")
 SAMPLES_TIMES = ("time/samples_s",)
+TIMELINE_TIMES = ("time/timeline_s",)
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
@@ -126,6 +127,7 @@ def _measure(
         "proof_share": share(PROOF_TIMES),
         "certificate_share": share(CERTIFICATE_TIMES),
         "samples_share": share(SAMPLES_TIMES),
+        "timeline_share": share(TIMELINE_TIMES),
         "run_dir": str(run_dir),
     }
     accuracies = f"{before:.3f} before, {after:.3f} after {len(steps)} steps"

@@ -410,7 +410,42 @@ SECTIONS = (
             Metric("time/journal_s", "s", "the journal, written and read back"),
             Metric("time/certificate_s", "s", "the certificate's line, and its check"),
             Metric("time/samples_s", "s", "choosing and writing samples"),
+            Metric(
+                "time/timeline_s", "s", "processor time of writing the timeline, beside the run"
+            ),
             Metric("time/phase_<phase>_s", "s", "the first rank's trainer thread, by phase"),
+        ),
+    ),
+    Section(
+        "Where a batch's time went ([timeline](timeline.md))",
+        (
+            Metric(
+                "time/accounted_batch",
+                "batch",
+                "of which these are: the newest one whose spans were all written",
+            ),
+            Metric("time/trainer_training_share", "share", "ranks train or look ahead, mean"),
+            Metric("time/trainer_waiting_share", "share", "ranks wait for groups, mean"),
+            Metric("time/unexplained_share", "share", "ranks are outside of all phases, mean"),
+            Metric(
+                "time/inference_generating_share",
+                "share",
+                "endpoints generate, and more requests of the batch are to come, mean",
+            ),
+            Metric("time/inference_tail_share", "share", "endpoints generate the last ones, mean"),
+            Metric("time/inference_idle_share", "share", "endpoints have nothing to do, mean"),
+            Metric(
+                "time/startup_sync_s",
+                "s",
+                "until training begins in a synchronous run, by the times of the prompts",
+                "T_sync = Σₖ maxᵢ t(k, i), equation (12) of the paper; k: inference batches",
+            ),
+            Metric(
+                "time/startup_async_s",
+                "s",
+                "the same in an asynchronous run",
+                "T_async = minᵢ t(1, i), equation (13)",
+            ),
         ),
     ),
     Section(

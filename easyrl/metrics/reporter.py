@@ -23,6 +23,7 @@ class StepReporter:
     # Seconds so far of what goes on beside the trainer's thread, by the metric that has those from
     # one report to the next.
     seconds: Mapping[str, Callable[[], float]] = field(default_factory=dict)
+    known: Callable[[], Mapping[str, float]] = dict  # what else is known at a report
     trackers: Sequence[Tracker] = ()  # on the first rank
     mismatch: LogprobMismatch | None = None  # on the first rank
     alarms: Alarms | None = None  # on the first rank
@@ -41,6 +42,7 @@ class StepReporter:
             now_s = so_far()
             metrics[name] = now_s - self._before_s[name]
             self._before_s[name] = now_s
+        metrics |= self.known()
         if "tokens/packed" in metrics:
             tokens_per_s = metrics["tokens/packed"] / metrics["time/step_s"]
             metrics["throughput/tokens_per_s"] = tokens_per_s

@@ -53,6 +53,7 @@ class SpanRecorder:
         self._epoch_s = time.time() - time.monotonic()
         self._began_s = time.monotonic()  # the open batch
         self._open: int | None = None  # its number; None: the first has not begun
+        self._phase_end_s = self._began_s  # of the last phase
         self._told = False
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="timeline")
 
@@ -64,6 +65,7 @@ class SpanRecorder:
         if name == FIRST_PHASE:
             self._end_batch(start_s)
             self._open = self.batch()
+        self._phase_end_s = end_s
         self._add(_Recorded(self._lane, name, start_s, end_s, args))
 
     def endpoint(
@@ -77,8 +79,8 @@ class SpanRecorder:
         self._add(_Recorded(producer_lane(self.rank), name, start_s, end_s, args))
 
     def close(self) -> None:
-        """Writes the open batch, and waits until all is written."""
-        self._end_batch(time.monotonic())
+        """Writes the open batch, up to its last phase, and waits until all is written."""
+        self._end_batch(self._phase_end_s)
         self._writer.shutdown()
 
     def _add(self, recorded: _Recorded) -> None:
@@ -114,8 +116,8 @@ class SpanRecorder:
         whole = BatchSpans(batch, self.rank, start_s + epoch_s, end_s + epoch_s, spans)
         try:
             self.folder.write(whole)
-            self.folder.remove_up_to(batch - self.keep, self.rank)
             self.on_batch(whole)
+            self.folder.remove_up_to(batch - self.keep, self.rank)
         except OSError as error:
             if not self._told:
                 logger.warning(

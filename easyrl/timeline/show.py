@@ -10,7 +10,7 @@ from rich.table import Table
 
 from easyrl.timeline.accounting import LaneAccount, mean_shares
 from easyrl.timeline.spans import BatchSpans
-from easyrl.timeline.startup import StartupTimes, most_at_once, startup_times
+from easyrl.timeline.startup import startup_times_of
 
 LEAST_SHARE = 0.001  # of a lane's time: what is less has no row
 
@@ -42,12 +42,8 @@ def print_accounts(accounts: Sequence[LaneAccount], console: Console) -> None:
 
 def startup_line(batches: Sequence[Sequence[BatchSpans]]) -> str | None:
     """Equations (12) and (13) of the paper from the batches' own times; None without groups."""
-    times: list[StartupTimes] = []
-    for of_ranks in batches:
-        spans = [span for each in of_ranks for span in each.spans]
-        found = startup_times(spans, max(most_at_once(spans), 1))
-        if found is not None:
-            times.append(found)
+    found = (startup_times_of(of_ranks) for of_ranks in batches)
+    times = [each for each in found if each is not None]
     if not times:
         return None
     sync_s, async_s, first_s, last_s = (median(column) for column in zip(*times, strict=True))

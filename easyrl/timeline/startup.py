@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from easyrl.timeline.spans import Span
+from easyrl.timeline.spans import BatchSpans, Span
 
 GROUP = "group"  # the producer's span of a prompt, from its first request to its last score
 
@@ -50,6 +50,12 @@ def startup_times(spans: Sequence[Span], prompts_at_once: int) -> StartupTimes |
     begin_s = groups[0].start_s
     ends = [group.end_s - begin_s for group in groups]
     return StartupTimes(sum(map(max, batches)), min(batches[0]), min(ends), max(ends))
+
+
+def startup_times_of(of_ranks: Sequence[BatchSpans]) -> StartupTimes | None:
+    """Of one batch of all ranks, as many prompts at once as were."""
+    spans = [span for each in of_ranks for span in each.spans]
+    return startup_times(spans, max(most_at_once(spans), 1))
 
 
 def most_at_once(spans: Sequence[Span]) -> int:

@@ -14,7 +14,13 @@ LINES = [
     {"step": 0, "time/sync_s": 1.0, "time/phase_other_s": 1.0},
     {"step": 1, "time/phase_wait_s": 3.0, "time/phase_train_s": 0.9, "time/reward_s": 3.5},
     {"step": 1, "eval/accuracy": 0.5, "time/evaluation_s": 4.5},
-    {"step": 2, "time/phase_wait_s": 1.0, "time/phase_train_s": 1.02, "time/samples_s": 0.06},
+    {
+        "step": 2,
+        "time/phase_wait_s": 1.0,
+        "time/phase_train_s": 1.02,
+        "time/samples_s": 0.06,
+        "time/timeline_s": 0.03,
+    },
 ]
 TOLD_S = [100.0, 104.0, 105.5, 106.0]
 
@@ -54,4 +60,6 @@ def test_the_last_line(run_dir: Path) -> None:
         "evaluation_s": 4.5,
         "samples_share_of_steps": 0.01,
         "samples_share_of_demo": 0.005,
+        "timeline_share_of_steps": 0.005,
+        "timeline_share_of_demo": 0.0025,
     }

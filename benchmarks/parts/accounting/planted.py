@@ -33,16 +33,22 @@ class Part(NamedTuple):
     causes: tuple[str, ...]  # of the rank's lane, or else of the endpoint's
     lane: str = "rank"
     is_async: bool = False
-    of_last_request: bool = False  # of each batch, not of its first call
+    of_last_group: bool = False  # of each batch, not of its first call
+    while_training_waits: bool = False  # else training would hide it
 
 
 PARTS = {
     "dispatch": Part(JournalledRollouts, "begin", ("begin",)),
     "first response": Part(EndpointPool, "ask", ("first group",), is_async=True),
-    "later responses": Part(EndpointPool, "ask", ("starved",), is_async=True, of_last_request=True),
-    "tail": Part(
-        EndpointPool, "ask", ("generating", "tail"), "endpoint", is_async=True, of_last_request=True
+    "later responses": Part(
+        EndpointPool,
+        "ask",
+        ("starved",),
+        is_async=True,
+        of_last_group=True,
+        while_training_waits=True,
     ),
+    "tail": Part(EndpointPool, "ask", ("tail",), "endpoint", is_async=True, of_last_group=True),
     "packing": Part(BatchTotals, "add_group", ("pack",)),
     "training": Part(DeepSpeedEngine, "forward_backward", ("train",)),
     "check": Part(Ledger, "check", ("check",)),
@@ -79,7 +85,7 @@ def plant(part: Part, seconds: float) -> None:
     once = OncePerBatch()
     original: Callable[..., Any] = getattr(part.owner, part.method)
     if part.owner is EndpointPool:
-        _plant_requests(original, seconds, last=part.of_last_request)
+        _plant_requests(original, seconds, last=part.of_last_group)
         return
     if part.method != "begin":
         once.install()
@@ -98,8 +104,12 @@ def plant(part: Part, seconds: float) -> None:
 
 
 def _plant_requests(original: Callable[..., Any], seconds: float, *, last: bool) -> None:
-    """All requests of a batch are later, or those of the group that is drawn last."""
+    """All requests of a batch are later, or those of the group that is drawn last.
+
+    These are answered behind all others, so that nothing else covers them.
+    """
     latest: list[Any] = []
+    num_asked = 0
     draw = RolloutGenerator._group
 
     async def group(self: Any, position: int, prompt: Any, run: Any) -> Any:
@@ -109,10 +119,18 @@ def _plant_requests(original: Callable[..., Any], seconds: float, *, last: bool)
     RolloutGenerator._group = group  # type: ignore[method-assign]
 
     async def ask(self: Any, endpoint: Any, prompt_token_ids: Any, *more: Any, **named: Any) -> Any:
-        await asyncio.sleep(0)
-        answer = await original(self, endpoint, prompt_token_ids, *more, **named)
-        if not last or (latest and prompt_token_ids is latest[-1]):
-            await asyncio.sleep(seconds)
+        nonlocal num_asked
+        num_asked += 1
+        try:
+            answer = await original(self, endpoint, prompt_token_ids, *more, **named)
+        finally:
+            num_asked -= 1
+        if last:
+            if not latest or prompt_token_ids is not latest[-1]:
+                return answer
+            while num_asked:
+                await asyncio.sleep(1e-3)
+        await asyncio.sleep(seconds)
         return answer
 
     EndpointPool.ask = ask  # type: ignore[method-assign]
