@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
+from easyrl.report.curves import downsampled
+from easyrl.report.packing import packed
 from easyrl.timeline.accounting import account
 from easyrl.timeline.chrome_trace import in_flight
 from easyrl.timeline.spans import BatchSpans, Span, by_lane, is_endpoint, is_rank
 
 MOST_LANES = 12  # of each kind, that are drawn
-MOST_SPANS = 1500  # of a lane: the longest
+MOST_SPANS = 2400  # of all lanes together, of each lane the longest
+MOST_COUNTS = 6000  # ... of requests in flight
 _REQUESTS = ("request", "evaluation")
 
 
@@ -22,51 +21,58 @@ def packed_batch(of_ranks: Sequence[BatchSpans]) -> str:
     """What is drawn of one batch: base64 of gzip of JSON.
 
     {"seconds", "ranks": [{"lane", "spans": [[name, start, seconds]]}], "endpoints": [{"lane",
-    "spans", "times", "in_flight"}], "accounts": [{"lane", "wall_s", "causes"}], "left_out"}, in
-    seconds from the batch's begin.
+    "spans", "times", "in_flight"}], "accounts": [{"lane", "wall_s", "causes"}], "left_out",
+    "short_left_out"}, in seconds from the batch's begin. "left_out": lanes,
+    "short_left_out": spans, that are not drawn.
     """
     start_s = min(each.start_s for each in of_ranks)
     end_s = max(each.end_s for each in of_ranks)
     lanes = by_lane([span for each in of_ranks for span in each.spans if span.end_s > start_s])
     ranks = {lane: spans for lane, spans in lanes.items() if is_rank(lane)}
     endpoints = {lane: spans for lane, spans in lanes.items() if is_endpoint(lane)}
-    left_out = max(len(ranks) - MOST_LANES, 0) + max(len(endpoints) - MOST_LANES, 0)
+    drawn_ranks = list(ranks.items())[:MOST_LANES]
+    drawn_endpoints = list(endpoints.items())[:MOST_LANES]
+    most = MOST_SPANS // max(len(drawn_ranks) + len(drawn_endpoints), 1)
+    updates = {lane: [s for s in spans if s.name not in _REQUESTS] for lane, spans in lanes.items()}
     drawn: dict[str, Any] = {
         "seconds": _rounded(end_s - start_s),
         "ranks": [
-            {"lane": lane, "spans": _spans(spans, start_s)}
-            for lane, spans in list(ranks.items())[:MOST_LANES]
+            {"lane": lane, "spans": _longest(spans, most, start_s)} for lane, spans in drawn_ranks
         ],
         "endpoints": [
-            {"lane": lane, **_endpoint(spans, start_s)}
-            for lane, spans in list(endpoints.items())[:MOST_LANES]
+            {
+                "lane": lane,
+                "spans": _longest(updates[lane], most, start_s),
+                **_in_flight(spans, MOST_COUNTS // len(drawn_endpoints), start_s),
+            }
+            for lane, spans in drawn_endpoints
         ],
         "accounts": [
             {"lane": each.lane, "wall_s": _rounded(each.wall_s), "causes": _causes(each.causes)}
             for each in account(of_ranks)[: 2 * MOST_LANES]
         ],
-        "left_out": left_out,
+        "left_out": len(ranks) + len(endpoints) - len(drawn_ranks) - len(drawn_endpoints),
+        "short_left_out": sum(
+            max(len(updates[lane]) - most, 0) for lane, _ in drawn_ranks + drawn_endpoints
+        ),
     }
-    return base64.b64encode(gzip.compress(orjson.dumps(drawn), mtime=0)).decode()
+    return packed(drawn)
 
 
-def _endpoint(spans: Sequence[Span], start_s: float) -> dict[str, Any]:
-    """Updates of its weights as spans, its requests as a number over time."""
-    updates = [span for span in spans if span.name not in _REQUESTS]
-    counts = in_flight(spans)
-    return {
-        "spans": _spans(updates, start_s),
-        "times": [_rounded(seconds - start_s) for seconds, _ in counts],
-        "in_flight": [count for _, count in counts],
-    }
-
-
-def _spans(spans: Sequence[Span], start_s: float) -> list[list[str | float]]:
-    longest = sorted(spans, key=lambda span: -span.seconds)[:MOST_SPANS]
+def _longest(spans: Sequence[Span], most: int, start_s: float) -> list[list[str | float]]:
+    longest = sorted(spans, key=lambda span: -span.seconds)[:most]
     return [
         [span.name, _rounded(span.start_s - start_s), _rounded(span.seconds)]
         for span in sorted(longest, key=lambda span: span.start_s)
     ]
+
+
+def _in_flight(spans: Sequence[Span], most: int, start_s: float) -> dict[str, list[float]]:
+    """The number of requests over time."""
+    counts = downsampled(
+        [(_rounded(at_s - start_s), count) for at_s, count in in_flight(spans)], most
+    )
+    return {"times": [at_s for at_s, _ in counts], "in_flight": [count for _, count in counts]}
 
 
 def _causes(causes: dict[str, float]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from easyrl.config.file import load_config
 from easyrl.metrics.names import declared
 from easyrl.metrics.trackers import read_metrics
 from easyrl.report.batches import packed_batch
-from easyrl.report.curves import charts_of
+from easyrl.report.curves import charts_of, is_number
 from easyrl.report.samples import Decode, shown_samples
 from easyrl.runtime.run_files import CONFIG_FILE, METRICS_FILE
 from easyrl.samples.folder import SampleFolder
@@ -151,14 +151,14 @@ def _facts(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     if metrics:
         facts.append(("steps", f"{int(metrics[-1]['step']):,}"))
     for name, label in (("eval/accuracy", "held-out accuracy"), ("reward/mean", "reward")):
-        values = [row[name] for row in metrics if name in row]
+        values = [row[name] for row in metrics if is_number(row.get(name))]
         if values:
             facts.append((label, f"{values[0]:.3f} → {values[-1]:.3f}"))
-    seconds = sum(row.get("time/step_s", 0.0) for row in metrics)
+    seconds = sum(row.get("time/step_s") or 0.0 for row in metrics)
     if seconds:
         facts.append(("time in steps", _duration(seconds)))
     name = "throughput/tokens_per_s_per_device"
-    rates = sorted(row[name] for row in metrics if name in row)
+    rates = sorted(row[name] for row in metrics if is_number(row.get(name)))
     if rates:
         facts.append(("tokens/s and device", f"{rates[len(rates) // 2]:,.0f}"))
     return facts

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from fnmatch import fnmatchcase
+from typing import NamedTuple, TypeVar
 
 from easyrl.metrics.names import declared
 
 MOST_POINTS = 1000  # of a curve: more than a screen has columns for
+MOST_CURVES = 8  # of a chart
+Point = TypeVar("Point", bound=tuple[float, float])
 
 
 class Chart(NamedTuple):
-    """Metrics that are drawn together."""
+    """Metrics that are drawn together; ``*`` in a name stands for anything."""
 
     title: str
     names: tuple[str, ...]
@@ -20,24 +23,37 @@ class Chart(NamedTuple):
 
 CHARTS = (
     Chart("Reward", ("reward/mean", "reward/std", "reward/min", "reward/max")),
-    Chart("Held-out accuracy", ("eval/accuracy",)),
+    Chart("Rewards by name", ("reward/*/mean",)),
+    Chart("Held-out accuracy", ("eval/*accuracy", "eval/*avg@*", "eval/*pass@*")),
     Chart("Loss", ("loss", "eval/loss")),
+    Chart("Pairs ordered as wanted", ("policy/accuracy",)),
     Chart(
         "Response length", ("response/mean_tokens", "response/min_tokens", "response/max_tokens")
     ),
     Chart("Truncated and repetitive responses", ("response/truncated", "response/repetition")),
     Chart("Entropy", ("policy/entropy",)),
-    Chart("KL to the reference", ("policy/kl",)),
-    Chart("Clip fraction", ("policy/clipped", "policy/clip_low", "policy/clip_high")),
+    Chart("KL to the reference, to a teacher", ("policy/kl", "policy/teacher_kl")),
+    Chart(
+        "Clip fraction",
+        (
+            "policy/clipped",
+            "policy/clip_low",
+            "policy/clip_high",
+            "policy/clip_delta",
+            "policy/clip_dual",
+        ),
+    ),
     Chart(
         "Log-probabilities, trainer against inference",
-        ("policy/logprob_diff", "policy/logprob_diff_max"),
+        ("policy/logprob_diff", "policy/logprob_diff_max", "policy/inference_kl"),
     ),
     Chart("Groups without signal", ("batch/groups_without_signal", "batch/groups_rejected")),
+    Chart("Groups of equal rewards", ("reward/flat_groups",)),
     Chart("Gradient norm", ("grad_norm", "critic/grad_norm")),
-    Chart("Learning rate", ("learning_rate",)),
-    Chart("Throughput per device", ("throughput/tokens_per_s_per_device",)),
+    Chart("Learning rate", ("learning_rate", "critic/learning_rate")),
+    Chart("Throughput per device", ("throughput/*per_device",)),
     Chart("Seconds per step", ("time/step_s", "time/wait_s", "time/train_s", "time/sync_s")),
+    Chart("Memory", ("memory/*",)),
 )
 
 
@@ -52,9 +68,11 @@ class Curve(NamedTuple):
 def charts_of(metrics: Sequence[Mapping[str, float]]) -> list[tuple[Chart, str, list[Curve]]]:
     """The charts that a run has values for, with their unit and curves."""
     found = []
-    more = tuple(sorted({name for row in metrics for name in row if name.startswith("memory/")}))
-    for chart in (*CHARTS, Chart("Memory", more)):
-        curves = [curve for name in chart.names if (curve := curve_of(metrics, name)) is not None]
+    known_names = sorted({name for row in metrics for name in row})
+    for chart in CHARTS:
+        names = [n for each in chart.names for n in known_names if fnmatchcase(n, each)]
+        drawn = (curve_of(metrics, name) for name in list(dict.fromkeys(names))[:MOST_CURVES])
+        curves = [curve for curve in drawn if curve is not None]
         if curves:
             known = declared(curves[0].name)
             found.append((chart, known.unit if known is not None else "", curves))
@@ -65,18 +83,19 @@ def curve_of(
     metrics: Iterable[Mapping[str, float]], name: str, most: int = MOST_POINTS
 ) -> Curve | None:
     """``name`` over the steps that have it, of at most ``most`` points; None: no step has it."""
-    points = [
-        (int(row["step"]), float(row[name]))
-        for row in metrics
-        if name in row and math.isfinite(row[name])
-    ]
+    points = [(int(row["step"]), row[name]) for row in metrics if is_number(row.get(name))]
     if not points:
         return None
     steps, values = zip(*downsampled(points, most), strict=True)
     return Curve(name, list(steps), list(values))
 
 
-def downsampled(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+def is_number(value: object) -> bool:
+    """Whether a metric can be drawn: in a file of JSON what is not finite is null."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def downsampled(points: Sequence[Point], most: int) -> list[Point]:
     """At most ``most`` of ``points``, in order: of each stretch the least and the largest value.
 
     So no peak is lost. The first and the last point stay. ``most`` is at least 4.

@@ -1,11 +1,14 @@
 """The report's HTML file: template, data and Plotly's own script in one, nothing from a network.
 
 What a model, a data file or a configuration says is never taken for HTML: texts are escaped, and
-the data are JSON without a ``<``. The page's policy allows no connection at all.
+the data are JSON without a ``<``. The page's policy allows no connection at all, and no script but
+its own two, which carry a number drawn for each file.
 """
 
 from __future__ import annotations
 
+import secrets
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,7 +39,12 @@ def render(collected: Collected, *, reload_s: float = 0.0) -> str:
     # orjson writes NaN as null; what closes a script element cannot be in its text
     safe = orjson.dumps(data).decode().replace("<", "\\u003c")
     return environment.get_template(TEMPLATE).render(
-        report=collected, data=safe, plotly=_plotly_script(), reload_s=reload_s
+        report=collected,
+        data=safe,
+        plotly=_plotly_script(),
+        reload_s=reload_s,
+        nonce=secrets.token_urlsafe(16),
+        written=time.strftime("written %Y-%m-%d %H:%M:%S"),
     )
 
 

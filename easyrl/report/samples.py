@@ -5,23 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from easyrl.report.packing import packed
 from easyrl.samples.folder import SampleFolder
 from easyrl.samples.records import SampledGroup, SampledResponse
 from easyrl.samples.show import heading, readable, response_heading
 
-MOST_STEPS = 20
 MOST_TOKENS = 2000  # of a response
+# Of all that is shown: a page has to open, and each token is decoded alone. At least one step.
+MOST_TOKENS_IN_ALL = 200_000
 Decode = Callable[[Sequence[int]], str]
 
 
 def shown_samples(folder: SampleFolder, decode: Decode) -> list[dict[str, Any]]:
-    """Of the newest steps, the newest first: {"step", "groups": [{"heading", "prompt",
-    "responses": [{"heading", "tokens", "advantages", "logprobs"}]}]}."""
-    steps = folder.steps()[-MOST_STEPS:]
-    return [
-        {"step": step, "groups": [_group(group, decode) for group in folder.read(step)]}
-        for step in reversed(steps)
-    ]
+    """Of the newest steps, the newest first, as many as a page bears: {"step", "groups"}.
+
+    "groups", ``packed``: [{"heading", "prompt", "responses": [{"heading", "tokens", "advantages",
+    "logprobs", "left_out"}]}]; "left_out": tokens behind those that are shown.
+    """
+    shown: list[dict[str, Any]] = []
+    num_tokens = 0
+    for step in reversed(folder.steps()):
+        groups = folder.read(step)
+        num_tokens += sum(
+            min(len(response.token_ids), MOST_TOKENS)
+            for group in groups
+            for response in group.responses
+        )
+        if shown and num_tokens > MOST_TOKENS_IN_ALL:
+            break
+        if groups:
+            drawn = [_group(group, decode) for group in groups]
+            shown.append({"step": step, "groups": packed(drawn)})
+    return shown
 
 
 def _group(group: SampledGroup, decode: Decode) -> dict[str, Any]:

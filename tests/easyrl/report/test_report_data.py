@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import random
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks.parts.long_run import write_long_run
 from easyrl.config import ConfigError
 from easyrl.report.batches import packed_batch
 from easyrl.report.collect import Collected, Verdict, collect
-from easyrl.report.curves import curve_of, downsampled
+from easyrl.report.curves import charts_of, curve_of, downsampled
+from easyrl.report.packing import unpacked
 from easyrl.report.page import render
 from easyrl.samples.folder import SampleFolder
 from easyrl.samples.records import SampledGroup, SampledResponse
 from easyrl.timeline.folder import TimelineFolder
-from tests.easyrl.timeline.made_spans import ENDPOINTS, TRAINER, batch
+from easyrl.timeline.spans import Span
+from tests.easyrl.timeline.made_spans import ENDPOINTS, TRAINER, batch, requests
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--"
 
@@ -57,7 +59,7 @@ def test_all_that_a_run_has_is_there(run_dir: Path) -> None:
     assert list(report.batches) == ["27", "28", "29"]
     assert report.shares["ranks"]["train"] > 0 and report.shares["endpoints"]["tail"] > 0
     (step,) = report.samples
-    first, second = step["groups"][0]["responses"]
+    first, second = unpacked(step["groups"])[0]["responses"]
     assert first["tokens"][0] == "t1" and first["advantages"] == [0.5, 0.5, 0.5]
     assert first["logprobs"] == [-0.1, None, -2.0]
     assert second["advantages"] == [None, -0.5]
@@ -78,7 +80,7 @@ def test_without_a_tokenizer_samples_are_numbers(run_dir: Path) -> None:
         raise ConfigError("model.path: is not there")
 
     report = collect(run_dir, lambda run: Verdict("unknown", ""), refuse)
-    assert report.samples[0]["groups"][0]["prompt"] == "666 8"
+    assert unpacked(report.samples[0]["groups"])[0]["prompt"] == "666 8"
     assert "model.path: is not there" in report.notices[0]
 
 
@@ -94,13 +96,17 @@ def test_a_configuration_of_another_version_is_shown_as_it_is(run_dir: Path) -> 
 
 
 def test_what_a_model_writes_is_text(run_dir: Path) -> None:
-    (run_dir / "config.yaml").write_text((run_dir / "config.yaml").read_text() + f"# {EVIL}\n")
+    with (run_dir / "config.yaml").open("a") as file:
+        file.write(f"# {EVIL}\n")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 31, f"memory/{EVIL}": 1.0}) + "\n")
     page = render(found(run_dir))
     assert "<script>alert(1)" not in page and "<img src=x" not in page
     start = page.index('id="data">') + len('id="data">')
     data = json.loads(page[start : page.index("</script>", start)])
-    assert data["samples"][0]["groups"][0]["responses"][0]["tokens"][1] == EVIL
+    assert unpacked(data["samples"][0]["groups"])[0]["responses"][0]["tokens"][1] == EVIL
     assert EVIL in data["config"] and "&lt;/script&gt;" in page[:start]
+    assert f"memory/{EVIL}" in [c["name"] for chart in data["charts"] for c in chart["curves"]]
 
 
 def test_a_page_loads_nothing(run_dir: Path) -> None:
@@ -112,9 +118,7 @@ def test_a_page_loads_nothing(run_dir: Path) -> None:
 
 
 def test_a_batch_is_packed_from_its_begin() -> None:
-    drawn = json.loads(
-        gzip.decompress(base64.b64decode(packed_batch([batch([*TRAINER, *ENDPOINTS], 10.0)])))
-    )
+    drawn = unpacked(packed_batch([batch([*TRAINER, *ENDPOINTS], 10.0)]))
     assert drawn["seconds"] == 10.0 and drawn["left_out"] == 0
     (rank,) = drawn["ranks"]
     assert ["train", 3.0, 3.0] in rank["spans"]
@@ -146,11 +150,9 @@ def test_a_curve_leaves_out_what_is_no_number() -> None:
 
 def test_lanes_beyond_what_is_drawn_are_counted() -> None:
     from easyrl.report.batches import MOST_LANES
-    from tests.easyrl.timeline.made_spans import requests
 
     many = [r for i in range(MOST_LANES + 3) for r in requests(f"endpoint http://{i:02}", (1, 2))]
-    packed = packed_batch([batch([*TRAINER, *many], 10.0)])
-    drawn = json.loads(gzip.decompress(base64.b64decode(packed)))
+    drawn = unpacked(packed_batch([batch([*TRAINER, *many], 10.0)]))
     assert len(drawn["endpoints"]) == MOST_LANES and drawn["left_out"] == 3
 
 
@@ -163,3 +165,54 @@ def test_timelines_of_more_batches_than_are_shown_are_left_out(tmp_path: Path, m
     for number in range(4):
         folder.write(batch(TRAINER, 10.0, number))
     assert list(found(tmp_path / "run").batches) == ["3", "4"]
+
+
+def test_a_batch_of_many_spans_keeps_the_longest(monkeypatch) -> None:
+    from easyrl.report import batches
+
+    monkeypatch.setattr(batches, "MOST_SPANS", 4)
+    monkeypatch.setattr(batches, "MOST_COUNTS", 16)
+    spans = [Span("rank 0", "train", float(i), i + 0.1 * i) for i in range(1, 9)]
+    many = requests("endpoint http://a", *[(i / 10, i / 10 + 0.05) for i in range(90)])
+    drawn = unpacked(packed_batch([batch([*spans, *many], 20.0)]))
+    (rank,), (endpoint,) = drawn["ranks"], drawn["endpoints"]
+    assert [span[1] for span in rank["spans"]] == [7.0, 8.0] and drawn["short_left_out"] == 6
+    assert len(endpoint["times"]) <= 16 and max(endpoint["in_flight"]) == 1
+
+
+def test_samples_of_so_many_steps_as_a_page_bears(run_dir: Path, monkeypatch) -> None:
+    from easyrl.report import samples
+
+    folder = SampleFolder(run_dir)
+    folder.write(29, 0, 1, [msgspec.structs.replace(folder.read(30)[0], step=29)])
+    assert [each["step"] for each in found(run_dir).samples] == [30, 29]
+    monkeypatch.setattr(samples, "MOST_TOKENS_IN_ALL", 7)
+    assert [each["step"] for each in found(run_dir).samples] == [30]
+    monkeypatch.setattr(samples, "MOST_TOKENS_IN_ALL", 0)
+    assert [each["step"] for each in found(run_dir).samples] == [30]  # a step is always shown
+
+
+def test_a_number_that_was_not_finite_is_left_out(run_dir: Path) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 31, "reward/mean": null, "grad_norm": null, "time/step_s": null}\n')
+    report = found(run_dir)
+    assert ("steps", "31") in report.facts
+    (chart,) = [chart for chart in report.charts if chart["title"] == "Gradient norm"]
+    assert chart["curves"][0]["x"][-1] == 30
+    render(report)
+
+
+def test_metrics_of_a_family_are_drawn_together() -> None:
+    rows = [{"step": 1, "eval/avg@8": 0.5, "eval/pass@8": 0.9, "reward/exact/mean": 1.0}]
+    charts = {chart.title: [c.name for c in curves] for chart, _, curves in charts_of(rows)}
+    assert charts == {
+        "Held-out accuracy": ["eval/avg@8", "eval/pass@8"],
+        "Rewards by name": ["reward/exact/mean"],
+    }
+
+
+def test_scripts_carry_a_number_of_their_own(run_dir: Path) -> None:
+    one, other = render(found(run_dir)), render(found(run_dir))
+    (number,) = set(re.findall(r'<script nonce="([^"]+)"', one))
+    assert f"script-src 'nonce-{number}'" in one and number not in other
+    assert one.count("<script") - one.count('<script nonce="') == 1  # the data, which is no script
