@@ -40,26 +40,34 @@ def report_command(
     path = output or run_dir / FILE
     check = _verified if verify and not watch else _not_verified
 
-    def write() -> None:
-        page = render(collect(run_dir, check, _decoder), reload_s=WATCH_S if watch else 0.0)
+    def write(reload_s: float) -> None:
+        page = render(collect(run_dir, check, _decoder), reload_s=reload_s)
         unfinished = path.with_name(path.name + ".part")
         unfinished.write_text(page, encoding="utf-8")
         unfinished.rename(path)
 
     try:
-        write()
-        print(path)
         seen = _written(run_dir)
-        while watch:
-            time.sleep(WATCH_S)
-            if (now := _written(run_dir)) != seen:
-                write()
-                seen = now
-    except KeyboardInterrupt:
-        print()
+        write(WATCH_S if watch else 0.0)
+        print(path)
+        if watch:
+            _until_interrupted(run_dir, seen, lambda: write(WATCH_S))
+            write(0.0)  # the open page does not load itself again for ever
     except (ValueError, OSError) as error:  # ConfigError among them
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+
+
+def _until_interrupted(run_dir: Path, seen: tuple[float, ...], write: Callable[[], object]) -> None:
+    """Writes whenever the run has written more than ``seen``, until Ctrl-C."""
+    try:
+        while True:
+            time.sleep(WATCH_S)
+            if (now := _written(run_dir)) != seen:
+                seen = now  # before: what the run writes meanwhile comes the next time
+                write()
+    except KeyboardInterrupt:
+        print()
 
 
 def _verified(run_dir: Path) -> Verdict:

@@ -90,6 +90,7 @@ class ResponseDifference:
     key: SampleKey
     num: float  # tokens
     d: float  # sum, nats
+    by_token: tuple[float, ...] = ()  # of each of these tokens, in order
 
 
 @dataclass(slots=True)

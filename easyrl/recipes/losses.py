@@ -6,6 +6,7 @@ gradient does not depend on how a batch's groups are spread over micro-batches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import torch
@@ -79,8 +80,11 @@ def loss_metrics(
     if tri.sampling_policy is not None and micro_batch.is_sampled:
         trainer = tri.sampling_policy.detach()
         endpoints, compared = comparison_sums(trainer, entropy, inference, micro_batch)
-        of_responses = response_sums(trainer - inference, micro_batch)
-        values = torch.cat([values, compared.double().flatten(), of_responses.flatten()])
+        difference = trainer - inference
+        of_responses = response_sums(difference, micro_batch)
+        by_response = difference[torch.argsort(micro_batch.sequence_index, stable=True)]
+        parts = [values, compared, of_responses, by_response]
+        values = torch.cat([part.double().flatten() for part in parts])
     numbers = values.tolist()  # in one transfer from the device
     num_counted, num_fields = len(counted), len(fields(LogprobComparison))
     sums = dict(zip(counted, numbers[:num_counted], strict=True))
@@ -93,8 +97,7 @@ def loss_metrics(
         url: LogprobComparison(*numbers[start : start + num_fields])
         for url, start in zip(endpoints, starts, strict=True)
     }
-    own = zip(micro_batch.sequences, numbers[end::2], numbers[end + 1 :: 2], strict=False)
-    return MetricSums(sums, maxima, comparisons, [ResponseDifference(*each) for each in own])
+    return MetricSums(sums, maxima, comparisons, _of_responses(numbers[end:], micro_batch))
 
 
 def comparison_sums(
@@ -149,6 +152,19 @@ def response_sums(difference: Tensor, micro_batch: MicroBatch) -> Tensor:
     own = torch.stack([torch.ones_like(difference), difference], dim=1).double()
     sums = own.new_zeros(micro_batch.num_sequences, 2)
     return sums.index_add_(0, micro_batch.sequence_index, own)
+
+
+def _of_responses(numbers: Sequence[float], micro_batch: MicroBatch) -> list[ResponseDifference]:
+    """``numbers``: ``response_sums``, then each token's difference, by response; empty: of none."""
+    if not numbers:
+        return []
+    start, found = 2 * micro_batch.num_sequences, []
+    for sequence, key in enumerate(micro_batch.sequences):
+        num, d = numbers[2 * sequence : 2 * sequence + 2]
+        end = start + int(num)
+        found.append(ResponseDifference(key, num, d, tuple(numbers[start:end])))
+        start = end
+    return found
 
 
 def terms_of(

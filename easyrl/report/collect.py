@@ -160,7 +160,7 @@ def _facts(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     name = "throughput/tokens_per_s_per_device"
     rates = sorted(row[name] for row in metrics if is_number(row.get(name)))
     if rates:
-        facts.append(("tokens/s and device", f"{rates[len(rates) // 2]:,.0f}"))
+        facts.append(("tokens/s per device", f"{rates[len(rates) // 2]:,.0f}"))
     return facts
 
 

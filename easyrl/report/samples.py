@@ -20,7 +20,7 @@ def shown_samples(folder: SampleFolder, decode: Decode) -> list[dict[str, Any]]:
     """Of the newest steps, the newest first, as many as a page bears: {"step", "groups"}.
 
     "groups", ``packed``: [{"heading", "prompt", "responses": [{"heading", "tokens", "advantages",
-    "logprobs", "left_out"}]}]; "left_out": tokens behind those that are shown.
+    "logprobs", "differences", "left_out"}]}]; "left_out": tokens behind those that are shown.
     """
     shown: list[dict[str, Any]] = []
     num_tokens = 0
@@ -59,5 +59,6 @@ def _response(number: int, response: SampledResponse, decode: Decode) -> dict[st
         "tokens": [readable(decode([token])) for token in shown],
         "advantages": [None if a is None else round(a, 4) for a in own[: len(shown)]],
         "logprobs": [None if p is None else round(p, 3) for p in response.logprobs[: len(shown)]],
+        "differences": response.token_logprob_diffs[: len(shown)],
         "left_out": len(response.token_ids) - len(shown),
     }

@@ -46,8 +46,8 @@ class ChosenGroups:
     groups: dict[Key, TrainedGroup] = field(default_factory=dict)  # of this rank
     means: dict[Key, float | None] = field(default_factory=dict)  # rewards of these
     why: dict[Key, Why] = field(default_factory=dict)
-    # mean of the trainer's log-probabilities minus the endpoint's; not of what was not compared
-    logprob_diff: dict[SampleKey, float] = field(default_factory=dict)
+    # the trainer's log-probabilities minus the endpoint's; not of what was not compared
+    compared: dict[SampleKey, ResponseDifference] = field(default_factory=dict)
     seconds: float = 0.0  # that choosing and comparing took
 
     def add(self, groups: Iterable[TrainedGroup]) -> None:
@@ -72,11 +72,11 @@ class ChosenGroups:
         return self
 
     def compare(self, responses: Iterable[ResponseDifference]) -> None:
-        """Notes what was compared of the responses that are kept."""
+        """Notes what was compared of responses whose groups were added and are kept so far."""
         if self.groups:
             with self._timed():
-                self.logprob_diff |= {
-                    each.key: each.d / each.num
+                self.compared |= {
+                    each.key: each
                     for each in responses
                     if each.num and (each.key.epoch, each.key.prompt) in self.groups
                 }
@@ -91,6 +91,9 @@ class ChosenGroups:
         self.groups = {key: own for key, own in self.groups.items() if key in chosen}
         self.means = {key: self.means[key] for key in self.groups}
         self.why = {key: chosen[key] for key in self.groups}
+        self.compared = {
+            key: own for key, own in self.compared.items() if (key.epoch, key.prompt) in self.groups
+        }
 
 
 def _mean(trained: TrainedGroup) -> float | None:

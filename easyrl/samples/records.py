@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from easyrl.engines.base import ResponseDifference
 from easyrl.samples.choice import Why
-from easyrl.schema import SampleKey, TrainedGroup, TrainedResponse
+from easyrl.schema import Completion, SampleKey, TrainedGroup, TrainedResponse
 
 
 class SampledResponse(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -26,6 +27,7 @@ class SampledResponse(msgspec.Struct, omit_defaults=True, frozen=True):
     logprobs: list[float | None] = []  # of each token, the endpoint's
     # mean over its trained tokens, the trainer's minus the endpoint's; None: not compared
     logprob_diff: float | None = None
+    token_logprob_diffs: list[float | None] = []  # of each token; None: it is not trained
 
     @property
     def truncated(self) -> bool:
@@ -62,13 +64,13 @@ def sampled_group(
     step: int,
     trained: TrainedGroup,
     why: Why,
-    logprob_diff: Mapping[SampleKey, float],
+    compared: Mapping[SampleKey, ResponseDifference],
     *,
     skipped: bool,
 ) -> SampledGroup:
     """The record of a group that optimizer step ``step`` has trained.
 
-    ``logprob_diff``: of its responses, where that was compared.
+    ``compared``: its responses' log-probabilities, where they were.
     """
     group, prompt = trained.group, trained.group.prompt
     made_of = {response.sample: response for response in trained.responses}
@@ -81,7 +83,7 @@ def sampled_group(
         why=why,
         prompt_ids=prompt.token_ids.tolist(),
         responses=[
-            _response(trained, i, made_of.get(i), logprob_diff.get(SampleKey(*prompt.key, i)))
+            _response(trained, i, made_of.get(i), compared.get(SampleKey(*prompt.key, i)))
             for i in range(len(group.completions))
         ],
         location=valid(prompt.location),
@@ -102,22 +104,28 @@ def decode(lines: bytes) -> list[SampledGroup]:
 
 
 def _response(
-    trained: TrainedGroup, sample: int, made_of: TrainedResponse | None, difference: float | None
+    trained: TrainedGroup,
+    sample: int,
+    made_of: TrainedResponse | None,
+    compared: ResponseDifference | None,
 ) -> SampledResponse:
     completion, scores = trained.group.completions[sample], trained.group.scores
     score = scores[sample] if scores else None
     parts = {} if score is None else score.components
     advantage, spread = None, None
     by_token: list[float | None] = []
+    differences: list[float | None] = []
     if made_of is not None:
         values = made_of.advantages
         least, most = float(values.min()), float(values.max())
         advantage = least
         if least != most:
             advantage, spread = float(values.mean()), (least, most)
-            by_token = [None] * len(completion.token_ids)
-            for place, value in zip(made_of.tokens.tolist(), values.tolist(), strict=True):
-                by_token[place] = round(value, 5)
+            by_token = _placed(completion, made_of, [round(v, 5) for v in values.tolist()])
+        if compared is not None and compared.by_token:
+            # three digits: one is enough to see by, and all would be most of the file
+            rounded = [float(f"{value:.2e}") for value in compared.by_token]
+            differences = _placed(completion, made_of, rounded)
     return SampledResponse(
         token_ids=completion.token_ids.tolist(),
         finish_reason=completion.finish_reason,
@@ -129,8 +137,19 @@ def _response(
         advantages=spread,
         token_advantages=by_token,
         logprobs=[round(value, 4) for value in completion.logprobs.tolist()],
-        logprob_diff=difference,
+        logprob_diff=None if compared is None else compared.d / compared.num,
+        token_logprob_diffs=differences,
     )
+
+
+def _placed(
+    completion: Completion, made_of: TrainedResponse, values: Sequence[float]
+) -> list[float | None]:
+    """``values`` of the trained tokens at their places among all tokens."""
+    placed: list[float | None] = [None] * len(completion.token_ids)
+    for place, value in zip(made_of.tokens.tolist(), values, strict=True):
+        placed[place] = value
+    return placed
 
 
 def valid(text: str) -> str:

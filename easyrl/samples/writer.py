@@ -49,9 +49,7 @@ class SampleWriter:
     def _write(self, step: int, update: Update) -> None:
         chosen = update.totals.samples
         groups = [
-            sampled_group(
-                step, trained, chosen.why[key], chosen.logprob_diff, skipped=update.skipped
-            )
+            sampled_group(step, trained, chosen.why[key], chosen.compared, skipped=update.skipped)
             for key, trained in chosen.groups.items()
         ]
         groups.sort(key=lambda group: group.position)

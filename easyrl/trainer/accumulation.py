@@ -188,6 +188,9 @@ class Accumulator:
     ) -> None:
         try:
             for sums in backward():
+                # of each token: kept of the responses alone that are shown
+                totals.samples.compare(sums.responses)
+                sums.responses.clear()
                 totals.metrics.add(sums)
         except NonFiniteLossError as error:
             # The gradient is NaN now: every rank will skip the step; the batch goes on.

@@ -441,6 +441,22 @@ def test_responses_are_compared_by_themselves() -> None:
     assert policy_loss(replace(tri, sampled_by=None), row, token_grpo())[1].responses == []
 
 
+@pytest.mark.parametrize("last_first", [False, True])
+def test_responses_are_compared_token_by_token(last_first: bool) -> None:
+    tri, row = packed(padded_batch(), "token")
+    if last_first:  # the row's last response is the first of its list
+        index, last = row.sequence_index, row.num_sequences - 1
+        row = replace(row, sequence_index=last - index)
+    lower = 0.01 * torch.arange(row.num_loss_tokens)
+    row = replace(row, inference_logprobs=tri.logprobs.detach() - lower)
+    _, metrics = policy_loss(tri, row, token_grpo())
+    assert len(metrics.responses) == row.num_sequences > 1
+    for q, each in enumerate(metrics.responses):
+        own = lower[row.sequence_index == q].tolist()
+        assert own and list(each.by_token) == pytest.approx(own, abs=1e-5)  # float32
+        assert each.d == pytest.approx(sum(own), abs=1e-5 * len(own))
+
+
 def test_dummy_has_a_graph_a_zero_gradient_and_no_metrics() -> None:
     batch = padded_batch()
     tri, micro_batch = packed(batch, "token")

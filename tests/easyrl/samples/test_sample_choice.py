@@ -92,13 +92,16 @@ def test_ranks_keep_together_what_one_rank_would(num_ranks):
     assert sum(len(own.groups) for own in kept) == 4
 
 
-def test_differences_are_means_over_tokens_of_what_is_kept():
+def test_differences_are_of_what_is_kept():
     totals = BatchTotals(samples=ChosenGroups(1))
     totals.samples.add([trained(0, [0.0, 0.0]), trained(1, [1.0])])
-    totals.metrics.responses += [
+    differences = [
         ResponseDifference(SampleKey(0, 0, 0), 4.0, 0.5),
         ResponseDifference(SampleKey(0, 0, 1), 0.0, 0.0),  # no token of it was trained
         ResponseDifference(SampleKey(0, 1, 0), 3.0, 0.5),
     ]
+    totals.samples.compare(differences)
     merged = totals.merge(Collectives(Ranks.data_parallel(0, 1)))
-    assert merged.samples.logprob_diff == {SampleKey(0, 0, 0): 0.125}
+    assert merged.samples.compared == {SampleKey(0, 0, 0): differences[0]}
+    totals.samples.add([trained(2, [-1.0])])  # worse: chosen in its place
+    assert totals.samples.compared == {}

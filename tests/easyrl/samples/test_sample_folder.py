@@ -13,7 +13,7 @@ import pytest
 
 from easyrl.build.samples import open_samples
 from easyrl.config.samples import SamplesConfig
-from easyrl.engines.base import StepResult
+from easyrl.engines.base import ResponseDifference, StepResult
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.schedule import Due
 from easyrl.samples.console import ConsoleSample
@@ -39,7 +39,9 @@ def test_what_is_written_is_read_back(tmp_path):
         trained(1, [0.5, 0.5], [0.0, None], epoch=2),
     )
     update.result = GOOD
-    update.totals.samples.logprob_diff[SampleKey(0, 3, 1)] = 0.25
+    key = SampleKey(0, 3, 1)
+    of_tokens = (0.5, -0.123456, 0.373456)
+    update.totals.samples.compared[key] = ResponseDifference(key, 3.0, 0.75, of_tokens)
     metrics = SampleWriter(folder, keep=5).close_batch(8, [update])
     assert set(metrics) == {"time/samples_s"} and metrics["time/samples_s"] > 0
     flat, learnt = folder.read(8)
@@ -52,6 +54,8 @@ def test_what_is_written_is_read_back(tmp_path):
     assert (other.reward, other.advantage, other.advantages) == (1.0, 1.0, (0.5, 1.5))
     assert other.components == {"exact": 1.0, "format": 1.0} and other.truncated
     assert (one.logprob_diff, other.logprob_diff) == (None, 0.25)
+    assert (one.token_logprob_diffs, other.token_logprob_diffs) == ([], [0.5, -0.123, 0.373])
+    assert (one.token_advantages, other.token_advantages) == ([], [0.5, 1.0, 1.5])
     assert not flat.has_signal and (flat.epoch, flat.mean_reward) == (2, 0.5)
     assert [response.advantage for response in flat.responses] == [0.0, None]
     assert {flat.why, learnt.why} == {"worst", "drawn"}  # of equal means

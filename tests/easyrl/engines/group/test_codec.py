@@ -64,7 +64,7 @@ def assert_same(mine, theirs):
         torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T,  # not contiguous
         torch.ones(3, dtype=torch.bfloat16),
         ([MetricSums({"loss": 1.5}, {"max": math.nan}, {"u": LogprobComparison(num=2.0)})], None),
-        MetricSums(responses=[ResponseDifference(SampleKey(1, 2, 3), 4.0, -0.5)]),
+        MetricSums(responses=[ResponseDifference(SampleKey(1, 2, 3), 2.0, -0.5, (-0.75, 0.25))]),
         [StateFile("a.safetensors", 2**40, "0" * 64)],
     ],
 )
