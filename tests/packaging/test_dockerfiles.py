@@ -186,5 +186,6 @@ def test_the_trainer_is_installed_by_its_lines(tmp_path):
     assert "learning_rate" in run(
         "python -m easyrl.demo.task --output data && cat configs/demo.yaml", work
     )
-    found = run("python -c 'import easyrl.kernels as k; print(k.__file__)'", work).strip()
+    module = "easyrl.kernels.logprobs.linear_logprob"
+    found = run(f"python -c 'import {module} as module; print(module.__file__)'", work).strip()
     assert Path(found).is_relative_to(environment)
