@@ -9,6 +9,7 @@ from easyrl.inference_client.adapter_names import AdapterNames
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, NotAnswered
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.schema import Completion, VersionSpan
+from easyrl.timeline.spans import ignore_span
 from easyrl.weight_sync.canary import CanaryReading, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
 from easyrl.weight_sync.fan_out import FanOut
@@ -45,6 +46,7 @@ class FakePool:
         self.endpoints = list(endpoints)
         self.adapters = AdapterNames()
         self.events: list[str] = []
+        self.span = ignore_span
 
     def quarantine(self, endpoint: Endpoint, reason: str) -> None:
         self.events.append("quarantine")
