@@ -12,6 +12,7 @@ from benchmarks.parts.random_model import write_prompts
 from easyrl.metrics.event_log import read_events
 from easyrl.metrics.trackers import read_metrics
 from easyrl.samples.folder import SampleFolder
+from easyrl.timeline.accounts_file import read_accounts
 from tests.end_to_end.trainer_run import run_trainer, trainer_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +61,11 @@ def test_every_prompt_is_trained_once(served, tmp_path):
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     heads = [line for line in shown.splitlines() if line.startswith(("====", "----"))]
     assert len(heads) == 2 * (1 + 4) and heads[0].startswith("==== step 2 | prompt ")
+
+    accounts = read_accounts(run_dir)  # of both ranks' spans
+    assert [each.batch for each in accounts] == [0, 1, 2]
+    lanes = [lane.lane for each in accounts for lane in each.lanes]
+    assert lanes == ["rank 0", "rank 1", f"endpoint {served.url}"] * 3
 
     trained = AutoModelForCausalLM.from_pretrained(run_dir / "model")
     start = AutoModelForCausalLM.from_pretrained(served.model)
