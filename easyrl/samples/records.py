@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 from easyrl.engines.base import ResponseDifference
 from easyrl.samples.choice import Why
@@ -121,11 +122,9 @@ def _response(
         advantage = least
         if least != most:
             advantage, spread = float(values.mean()), (least, most)
-            by_token = _placed(completion, made_of, [round(v, 5) for v in values.tolist()])
+            by_token = _placed(completion, made_of, np.round(values, 5).tolist())
         if compared is not None and compared.by_token:
-            # three digits: one is enough to see by, and all would be most of the file
-            rounded = [float(f"{value:.2e}") for value in compared.by_token]
-            differences = _placed(completion, made_of, rounded)
+            differences = _placed(completion, made_of, _three_digits(compared.by_token))
     return SampledResponse(
         token_ids=completion.token_ids.tolist(),
         finish_reason=completion.finish_reason,
@@ -136,7 +135,7 @@ def _response(
         advantage=advantage,
         advantages=spread,
         token_advantages=by_token,
-        logprobs=[round(value, 4) for value in completion.logprobs.tolist()],
+        logprobs=np.round(completion.logprobs.astype(np.float64), 3).tolist(),
         logprob_diff=None if compared is None else compared.d / compared.num,
         token_logprob_diffs=differences,
     )
@@ -150,6 +149,15 @@ def _placed(
     for place, value in zip(made_of.tokens.tolist(), values, strict=True):
         placed[place] = value
     return placed
+
+
+def _three_digits(values: Sequence[float]) -> list[float]:
+    """``values`` to three digits each: more would only make the files larger."""
+    exact = np.asarray(values)
+    with np.errstate(divide="ignore", invalid="ignore"):  # of zero, of what is not finite
+        scale = 10.0 ** (2 - np.floor(np.log10(np.abs(exact))))
+        rounded = np.round(exact * scale) / scale
+    return np.where(exact == 0, 0.0, rounded).tolist()
 
 
 def valid(text: str) -> str:
