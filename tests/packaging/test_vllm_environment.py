@@ -1,6 +1,7 @@
 """Tests with vLLM fail, and are not skipped, where its environment is missing."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,4 +28,4 @@ def test_a_missing_environment_is_a_failure_that_names_the_remedy(python, messag
     ended = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert message in ended.stdout
-    assert "skipped" not in ended.stdout and "passed" not in ended.stdout
+    assert re.search(r"\d+ (skipped|passed)", ended.stdout) is None

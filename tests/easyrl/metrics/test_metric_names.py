@@ -28,7 +28,7 @@ PREFIXES = (
     "reward response policy tokens batch balance time throughput memory sync eval critic alarm"
 ).split()
 # strings of that look which are no metrics: sums and names of tensors
-NO_METRICS = {"time/phase_", "critic/", "critic/of_recipe/", "critic/num"} | {
+NO_METRICS = {"time/phase_", "time/evaluation", "critic/", "critic/of_recipe/", "critic/num"} | {
     f"critic/{name}" for name in ("return", "return_square", "error", "error_square", "value")
 }
 

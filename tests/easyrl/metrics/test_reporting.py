@@ -7,15 +7,16 @@ import os
 import queue
 import re
 import resource
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.text import Text
 
-from easyrl.build import reporter
+from easyrl.build.trackers import trackers_of
 from easyrl.config import EvaluationConfig
 from easyrl.config.metrics import MetricsConfig
 from easyrl.config.samples import SamplesConfig
@@ -25,13 +26,10 @@ from easyrl.metrics.console import COLUMNS, RECORD_COLUMNS, ConsoleView
 from easyrl.metrics.event_log import EventLog, read_events
 from easyrl.metrics.plot import plot_reward_curve
 from easyrl.metrics.reporter import StepReporter
-from easyrl.metrics.trackers import (
-    JsonlTracker,
-    OptionalTracker,
-    TensorBoardTracker,
-    WandbTracker,
-    read_metrics,
-)
+from easyrl.metrics.trackers import JsonlTracker, OptionalTracker, read_metrics
+from easyrl.metrics.trackers.state import TrackerState
+from easyrl.metrics.trackers.tensorboard import TensorBoardTracker
+from easyrl.metrics.trackers.wandb import WandbTracker
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.seeding import sample_seed
@@ -473,14 +471,14 @@ def test_trackers_that_fail_are_told_of_once_and_end_nothing(tmp_path, caplog):
 def test_only_the_file_of_metrics_can_end_a_run(can_open, tmp_path):
     if not can_open:
         (tmp_path / "tensorboard").write_text("a file where the folder should be")
-    run = {"trackers": ["tensorboard"], "console": True, "name": "n", "wandb_project": "p"}
+    run = {"trackers": ["tensorboard"], "console": True, "name": "n", "project": "p"}
     config = SimpleNamespace(
         run=SimpleNamespace(**run),
         source="rollouts",
         samples=SamplesConfig(),
         metrics=MetricsConfig(),
     )
-    trackers = reporter._open_trackers(config, tmp_path, Progress(), 3, look=None)
+    trackers = trackers_of(config, tmp_path, Progress(), 3, look=None)
     kinds = [type(tracker) for tracker in trackers]
     for tracker in trackers[:2]:
         tracker.log(0, {"loss": 1.0})
@@ -525,8 +523,11 @@ def wandb_calls(monkeypatch):
     class FakeRun:
         summary: dict[str, str] = {}
 
-        def log(self, metrics, step):
-            calls.append((step, metrics))
+        def define_metric(self, name, **settings):
+            pass
+
+        def log(self, row):
+            calls.append(row)
 
         def finish(self):
             calls.append("finish")
@@ -538,38 +539,39 @@ def wandb_calls(monkeypatch):
 
         @staticmethod
         def init(**settings):
-            calls.append(settings["project"])
+            calls.append((settings["project"], settings["id"], settings["resume"]))
             return FakeRun()
 
-    monkeypatch.setitem(__import__("sys").modules, "wandb", FakeWandb)
+    module = ModuleType("wandb")
+    module.Table, module.init = FakeWandb.Table, FakeWandb.init
+    monkeypatch.setitem(sys.modules, "wandb", module)
     return calls, FakeRun.summary
 
 
-def test_wandb_gets_steps_by_name(tmp_path, wandb_calls):
+def test_wandb_gets_steps_by_name_and_goes_on_in_its_run(tmp_path, wandb_calls):
     calls, summary = wandb_calls
-    tracker = WandbTracker("project", "name", tmp_path, {})
-    tracker.log(3, {"loss": 1.0})
-    tracker.note("certificate", "ab12")
-    tracker.close()
+    for _ in range(2):
+        tracker = WandbTracker("project", "name", tmp_path, {}, TrackerState(tmp_path, "wandb"))
+        tracker.log(3, {"loss": 1.0})
+        tracker.note("certificate", "ab12")
+        tracker.close()
     assert summary == {"certificate": "ab12"}
-    assert calls == ["project", (3, {"loss": 1.0}), "finish"]
+    assert calls[1:3] == [{"step": 3, "loss": 1.0}, "finish"]
+    (project, run_id, resume), again = calls[0], calls[3]
+    assert (project, resume) == ("project", "allow") and run_id
+    assert again == calls[0]
 
 
 def test_wandb_gets_a_table_of_the_steps_that_have_one(tmp_path, wandb_calls):
     calls, _ = wandb_calls
     rows = {4: [[4, "text"]]}
     samples = ("step", "text"), lambda step: rows.get(step, [])
-    tracker = WandbTracker("project", "name", tmp_path, {}, samples)
+    state = TrackerState(tmp_path, "wandb")
+    tracker = WandbTracker("project", "name", tmp_path, {}, state, samples)
     for step in (3, 4):
         tracker.log(step, {"loss": 1.0})
     table = "table", ["step", "text"], [[4, "text"]]
-    assert calls[1:] == [(3, {"loss": 1.0}), (4, {"loss": 1.0}), (4, {"samples": table})]
-
-
-def test_wandb_that_is_missing_is_named_with_the_remedy(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"run.trackers: wandb .* pip install 'easyrl\[wandb\]'"):
-        WandbTracker("project", "name", tmp_path, {})
+    assert calls[1:] == [{"step": 3, "loss": 1.0}, {"step": 4, "loss": 1.0, "samples": table}]
 
 
 def test_console_prints_a_line_per_step_where_there_is_no_terminal():
@@ -708,13 +710,14 @@ def idle(*values):
 
 def test_throughput_is_per_step_and_device():
     reporter = StepReporter(
-        4, seconds={IDLE: idle(1.0, 1.5, 4.0), "time/reward_s": idle(5.0, 6.0, 9.0)}
+        lambda: 4, seconds={IDLE: idle(1.0, 1.5, 4.0), "time/reward_s": idle(5.0, 6.0, 9.0)}
     )
-    metrics = {"tokens/packed": 600.0, "time/step_s": 3.0}
+    metrics = {"tokens/packed": 600.0, "tokens/sequences": 1200.0, "time/step_s": 3.0}
     reporter.report(1, metrics)
     assert metrics["time/inference_idle_s"] == 0.5 and metrics["time/reward_s"] == 1.0
     assert metrics["throughput/tokens_per_s"] == 200.0
     assert metrics["throughput/tokens_per_s_per_device"] == 50.0
+    assert metrics["throughput/tpspd"] == 100.0 and metrics["throughput/devices"] == 4.0
     start = {}
     reporter.report(0, start)
     assert start == {"time/inference_idle_s": 2.5, "time/reward_s": 3.0}
@@ -740,10 +743,13 @@ class Figures:
 
 def test_a_step_is_reported_with_throughput_and_its_evaluation_later_to_every_tracker():
     first, second = Figures(), Figures()
-    reporter = StepReporter(1, seconds={IDLE: idle(0.0, 1.0, 1.5)}, trackers=[first, second])
+    reporter = StepReporter(
+        lambda: 1, seconds={IDLE: idle(0.0, 1.0, 1.5)}, trackers=[first, second]
+    )
     reporter.report(0, {"time/sync_s": 0.5})
     reporter.report_evaluation(0, {"eval/accuracy": 0.5})
-    reporter.report(1, {"tokens/packed": 600.0, "time/step_s": 3.0, "eval/accuracy": 0.5})
+    counted = {"tokens/packed": 600.0, "tokens/sequences": 600.0, "time/step_s": 3.0}
+    reporter.report(1, counted | {"eval/accuracy": 0.5})
     assert first.logged == second.logged
     (zero, start), later, (one, metrics) = first.logged
     assert (zero, one) == (0, 1)
@@ -754,7 +760,7 @@ def test_a_step_is_reported_with_throughput_and_its_evaluation_later_to_every_tr
 
 def test_a_step_without_evaluation_is_reported_as_it_is():
     tracker = Figures()
-    reporter = StepReporter(1, seconds={IDLE: idle(0.0, 0.0)}, trackers=[tracker])
+    reporter = StepReporter(lambda: 1, seconds={IDLE: idle(0.0, 0.0)}, trackers=[tracker])
     reporter.compare(BatchTotals())  # nobody looks: another rank's task
     reporter.report(0, {"a": 1.0})
     assert tracker.logged == [(0, {"a": 1.0, "time/inference_idle_s": 0.0})]
@@ -763,6 +769,7 @@ def test_a_step_without_evaluation_is_reported_as_it_is():
 class Counts:
     def __init__(self, config):
         self.config = config
+        self.collectives = None
         self.on_start = lambda: None
 
     def prepare(self, version):
@@ -791,21 +798,21 @@ class Prepared:
 )
 def test_an_evaluation_is_due_every_so_many_steps_at_start_and_at_end(schedule, steps, expected):
     config = EvaluationConfig(data={"files": ["held-out.jsonl"]}, **schedule)
-    evaluation = ScheduledEvaluation(Counts(config), steps[0])
+    evaluation = ScheduledEvaluation([Counts(config)], steps[0])
     asked = [step for step in steps if evaluation.begin(step, VERSION, is_last=step == steps[-1])]
     assert asked == expected
     again = evaluation.begin(steps[-1], VERSION, is_last=False, again=True)
-    assert again.version == "run:0:1"
+    assert [each.version for each in again._running] == ["run:0:1"]
 
 
 def test_what_fails_while_an_evaluation_starts_is_withdrawn_from_it():
     """Its first requests are out before ``begin`` returns."""
     evaluator = Counts(EvaluationConfig(data={"files": ["held-out.jsonl"]}))
-    evaluation = ScheduledEvaluation(evaluator, 0)
+    evaluation = ScheduledEvaluation([evaluator], 0)
     evaluation.withdraw("http://0", 1)  # nothing is under way
     evaluator.on_start = lambda: evaluation.withdraw("http://0", 2)
     running = evaluation.begin(0, VERSION, is_last=False)
-    assert running.withdrawn == [("http://0", 2)]
+    assert running._running[0].withdrawn == [("http://0", 2)]
 
 
 def test_policy_version_round_trips_and_refuses_others():
