@@ -769,7 +769,6 @@ def test_a_step_without_evaluation_is_reported_as_it_is():
 class Counts:
     def __init__(self, config):
         self.config = config
-        self.collectives = None
         self.on_start = lambda: None
 
     def prepare(self, version):
@@ -798,21 +797,21 @@ class Prepared:
 )
 def test_an_evaluation_is_due_every_so_many_steps_at_start_and_at_end(schedule, steps, expected):
     config = EvaluationConfig(data={"files": ["held-out.jsonl"]}, **schedule)
-    evaluation = ScheduledEvaluation([Counts(config)], steps[0])
+    evaluation = ScheduledEvaluation(Counts(config), steps[0])
     asked = [step for step in steps if evaluation.begin(step, VERSION, is_last=step == steps[-1])]
     assert asked == expected
     again = evaluation.begin(steps[-1], VERSION, is_last=False, again=True)
-    assert [each.version for each in again._running] == ["run:0:1"]
+    assert again.version == "run:0:1"
 
 
 def test_what_fails_while_an_evaluation_starts_is_withdrawn_from_it():
     """Its first requests are out before ``begin`` returns."""
     evaluator = Counts(EvaluationConfig(data={"files": ["held-out.jsonl"]}))
-    evaluation = ScheduledEvaluation([evaluator], 0)
+    evaluation = ScheduledEvaluation(evaluator, 0)
     evaluation.withdraw("http://0", 1)  # nothing is under way
     evaluator.on_start = lambda: evaluation.withdraw("http://0", 2)
     running = evaluation.begin(0, VERSION, is_last=False)
-    assert running._running[0].withdrawn == [("http://0", 2)]
+    assert running.withdrawn == [("http://0", 2)]
 
 
 def test_policy_version_round_trips_and_refuses_others():
