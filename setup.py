@@ -68,6 +68,11 @@ setup(
         "liger": ["liger-kernel>=0.6"],  # fused RMSNorm, rotary embedding and SwiGLU on CUDA
         "npu": ["torch-npu>=2.8"],
         "triton": ["triton>=3.4"],  # the log-probability head's kernels; torch for CUDA brings it
+        # trackers, run.trackers
+        "mlflow": ["mlflow>=3"],
+        "prometheus": ["prometheus-client>=0.21"],
+        "swanlab": ["swanlab>=0.10"],
+        "trackio": ["trackio>=0.40"],
         "wandb": ["wandb>=0.19"],
         # sides of benchmarks/shared_prompt.py, and TRL of benchmarks/end_to_end
         "bench": ["prefix-grouper==0.0.1.post1", "trl==1.16.0"],
@@ -80,6 +85,7 @@ setup(
             "kernels",  # Hugging Face's; tests prove that our folder does not hide it
             "mypy>=1.13",
             "openai>=1.50",
+            "prometheus-client>=0.21",
             "pytest>=8.3",
             "pytest-asyncio>=1.0",
             "pytest-timeout>=2.3",

@@ -7,15 +7,16 @@ import os
 import queue
 import re
 import resource
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.text import Text
 
-from easyrl.build import reporter
+from easyrl.build.trackers import trackers_of
 from easyrl.config import EvaluationConfig
 from easyrl.config.metrics import MetricsConfig
 from easyrl.config.samples import SamplesConfig
@@ -25,13 +26,10 @@ from easyrl.metrics.console import COLUMNS, RECORD_COLUMNS, ConsoleView
 from easyrl.metrics.event_log import EventLog, read_events
 from easyrl.metrics.plot import plot_reward_curve
 from easyrl.metrics.reporter import StepReporter
-from easyrl.metrics.trackers import (
-    JsonlTracker,
-    OptionalTracker,
-    TensorBoardTracker,
-    WandbTracker,
-    read_metrics,
-)
+from easyrl.metrics.trackers import JsonlTracker, OptionalTracker, read_metrics
+from easyrl.metrics.trackers.state import TrackerState
+from easyrl.metrics.trackers.tensorboard import TensorBoardTracker
+from easyrl.metrics.trackers.wandb import WandbTracker
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.seeding import sample_seed
@@ -473,14 +471,14 @@ def test_trackers_that_fail_are_told_of_once_and_end_nothing(tmp_path, caplog):
 def test_only_the_file_of_metrics_can_end_a_run(can_open, tmp_path):
     if not can_open:
         (tmp_path / "tensorboard").write_text("a file where the folder should be")
-    run = {"trackers": ["tensorboard"], "console": True, "name": "n", "wandb_project": "p"}
+    run = {"trackers": ["tensorboard"], "console": True, "name": "n", "project": "p"}
     config = SimpleNamespace(
         run=SimpleNamespace(**run),
         source="rollouts",
         samples=SamplesConfig(),
         metrics=MetricsConfig(),
     )
-    trackers = reporter._open_trackers(config, tmp_path, Progress(), 3, look=None)
+    trackers = trackers_of(config, tmp_path, Progress(), 3, look=None)
     kinds = [type(tracker) for tracker in trackers]
     for tracker in trackers[:2]:
         tracker.log(0, {"loss": 1.0})
@@ -525,8 +523,11 @@ def wandb_calls(monkeypatch):
     class FakeRun:
         summary: dict[str, str] = {}
 
-        def log(self, metrics, step):
-            calls.append((step, metrics))
+        def define_metric(self, name, **settings):
+            pass
+
+        def log(self, row):
+            calls.append(row)
 
         def finish(self):
             calls.append("finish")
@@ -538,38 +539,39 @@ def wandb_calls(monkeypatch):
 
         @staticmethod
         def init(**settings):
-            calls.append(settings["project"])
+            calls.append((settings["project"], settings["id"], settings["resume"]))
             return FakeRun()
 
-    monkeypatch.setitem(__import__("sys").modules, "wandb", FakeWandb)
+    module = ModuleType("wandb")
+    module.Table, module.init = FakeWandb.Table, FakeWandb.init
+    monkeypatch.setitem(sys.modules, "wandb", module)
     return calls, FakeRun.summary
 
 
-def test_wandb_gets_steps_by_name(tmp_path, wandb_calls):
+def test_wandb_gets_steps_by_name_and_goes_on_in_its_run(tmp_path, wandb_calls):
     calls, summary = wandb_calls
-    tracker = WandbTracker("project", "name", tmp_path, {})
-    tracker.log(3, {"loss": 1.0})
-    tracker.note("certificate", "ab12")
-    tracker.close()
+    for _ in range(2):
+        tracker = WandbTracker("project", "name", tmp_path, {}, TrackerState(tmp_path, "wandb"))
+        tracker.log(3, {"loss": 1.0})
+        tracker.note("certificate", "ab12")
+        tracker.close()
     assert summary == {"certificate": "ab12"}
-    assert calls == ["project", (3, {"loss": 1.0}), "finish"]
+    assert calls[1:3] == [{"step": 3, "loss": 1.0}, "finish"]
+    (project, run_id, resume), again = calls[0], calls[3]
+    assert (project, resume) == ("project", "allow") and run_id
+    assert again == calls[0]
 
 
 def test_wandb_gets_a_table_of_the_steps_that_have_one(tmp_path, wandb_calls):
     calls, _ = wandb_calls
     rows = {4: [[4, "text"]]}
     samples = ("step", "text"), lambda step: rows.get(step, [])
-    tracker = WandbTracker("project", "name", tmp_path, {}, samples)
+    state = TrackerState(tmp_path, "wandb")
+    tracker = WandbTracker("project", "name", tmp_path, {}, state, samples)
     for step in (3, 4):
         tracker.log(step, {"loss": 1.0})
     table = "table", ["step", "text"], [[4, "text"]]
-    assert calls[1:] == [(3, {"loss": 1.0}), (4, {"loss": 1.0}), (4, {"samples": table})]
-
-
-def test_wandb_that_is_missing_is_named_with_the_remedy(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"run.trackers: wandb .* pip install 'easyrl\[wandb\]'"):
-        WandbTracker("project", "name", tmp_path, {})
+    assert calls[1:] == [{"step": 3, "loss": 1.0}, {"step": 4, "loss": 1.0, "samples": table}]
 
 
 def test_console_prints_a_line_per_step_where_there_is_no_terminal():
