@@ -146,7 +146,7 @@ def build_record_parts(
             reference=reference,
             final_weights=lambda: digest_of_weights(engine, run.collectives),
         ),
-        reporter=StepReporter(ranks.world_size, trackers=trackers),
+        reporter=StepReporter(lambda: ranks.world_size, trackers=trackers),
         evaluation=evaluation,
         first_version=run.version,
         groups_per_update=config.trainer.batch_size,

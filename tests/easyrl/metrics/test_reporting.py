@@ -710,13 +710,14 @@ def idle(*values):
 
 def test_throughput_is_per_step_and_device():
     reporter = StepReporter(
-        4, seconds={IDLE: idle(1.0, 1.5, 4.0), "time/reward_s": idle(5.0, 6.0, 9.0)}
+        lambda: 4, seconds={IDLE: idle(1.0, 1.5, 4.0), "time/reward_s": idle(5.0, 6.0, 9.0)}
     )
-    metrics = {"tokens/packed": 600.0, "time/step_s": 3.0}
+    metrics = {"tokens/packed": 600.0, "tokens/sequences": 1200.0, "time/step_s": 3.0}
     reporter.report(1, metrics)
     assert metrics["time/inference_idle_s"] == 0.5 and metrics["time/reward_s"] == 1.0
     assert metrics["throughput/tokens_per_s"] == 200.0
     assert metrics["throughput/tokens_per_s_per_device"] == 50.0
+    assert metrics["throughput/tpspd"] == 100.0 and metrics["throughput/devices"] == 4.0
     start = {}
     reporter.report(0, start)
     assert start == {"time/inference_idle_s": 2.5, "time/reward_s": 3.0}
@@ -742,10 +743,13 @@ class Figures:
 
 def test_a_step_is_reported_with_throughput_and_its_evaluation_later_to_every_tracker():
     first, second = Figures(), Figures()
-    reporter = StepReporter(1, seconds={IDLE: idle(0.0, 1.0, 1.5)}, trackers=[first, second])
+    reporter = StepReporter(
+        lambda: 1, seconds={IDLE: idle(0.0, 1.0, 1.5)}, trackers=[first, second]
+    )
     reporter.report(0, {"time/sync_s": 0.5})
     reporter.report_evaluation(0, {"eval/accuracy": 0.5})
-    reporter.report(1, {"tokens/packed": 600.0, "time/step_s": 3.0, "eval/accuracy": 0.5})
+    counted = {"tokens/packed": 600.0, "tokens/sequences": 600.0, "time/step_s": 3.0}
+    reporter.report(1, counted | {"eval/accuracy": 0.5})
     assert first.logged == second.logged
     (zero, start), later, (one, metrics) = first.logged
     assert (zero, one) == (0, 1)
@@ -756,7 +760,7 @@ def test_a_step_is_reported_with_throughput_and_its_evaluation_later_to_every_tr
 
 def test_a_step_without_evaluation_is_reported_as_it_is():
     tracker = Figures()
-    reporter = StepReporter(1, seconds={IDLE: idle(0.0, 0.0)}, trackers=[tracker])
+    reporter = StepReporter(lambda: 1, seconds={IDLE: idle(0.0, 0.0)}, trackers=[tracker])
     reporter.compare(BatchTotals())  # nobody looks: another rank's task
     reporter.report(0, {"a": 1.0})
     assert tracker.logged == [(0, {"a": 1.0, "time/inference_idle_s": 0.0})]
