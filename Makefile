@@ -17,7 +17,7 @@ EASYRL_VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 VLLM_SETUP := setup-vllm
 endif
 
-.PHONY: demo test test-browser test-gpu bench-gpu test-runs test-slow test-triton test-peers test-npu-signatures test-vllm test-hosts docs lint typecheck setup setup-vllm clean
+.PHONY: demo test test-browser test-gpu bench-gpu test-runs test-slow test-triton test-peers test-trackers test-npu-signatures test-vllm test-hosts docs lint typecheck setup setup-vllm clean
 
 # extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
 # split over processes: make demo PARALLEL=tp2pp2
@@ -55,6 +55,12 @@ test-peers: setup   ## losses, gradients and advantages against TRL's and verl's
 	test -d .peers/verl || $(BIN)/pip install --quiet --no-deps --upgrade -c constraints.txt --target .peers trl datasets dill multiprocess pandas xxhash verl
 	rm -rf .peers/tests .peers/scripts
 	EASYRL_TEST_PEERS=1 PYTHONPATH=$(abspath .peers) $(BIN)/python -m pytest -m "" -k "trl or verl" $$(grep -rl "from tests.peers import" tests --include="test_*.py")
+
+# Installed apart: they bring a hundred packages. Of MLflow what a trainer needs, with its own database.
+# A test whose package is missing fails here; elsewhere it is skipped.
+test-trackers: setup   ## each tracker's own package, without a network
+	test -d .trackers/wandb || $(BIN)/pip install --quiet --upgrade -c constraints.txt --target .trackers wandb trackio swanlab prometheus-client mlflow-skinny mlflow-tracing sqlalchemy alembic
+	EASYRL_TEST_TRACKERS=1 PYTHONPATH=$(abspath .trackers) $(BIN)/python -m pytest tests/easyrl/metrics/trackers
 
 # torch-npu cannot be imported without Ascend's CANN; its wheel (44 MB) has the operators'
 # declarations. Downloaded, not installed.
@@ -113,4 +119,4 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt inference_client/vllm_plugin/pypro
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .triton .peers .typecheck build *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .triton .peers .trackers .typecheck build *.egg-info

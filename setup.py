@@ -70,6 +70,11 @@ setup(
         "plan": ["simpy>=4.1"],  # easyrl plan
         "report": ["jinja2>=3.1", "plotly>=6.0"],  # easyrl report
         "triton": ["triton>=3.4"],  # the log-probability head's kernels; torch for CUDA brings it
+        # trackers, run.trackers
+        "mlflow": ["mlflow>=3"],
+        "prometheus": ["prometheus-client>=0.21"],
+        "swanlab": ["swanlab>=0.10"],
+        "trackio": ["trackio>=0.40"],
         "wandb": ["wandb>=0.19"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],  # the site: make docs
         # sides of benchmarks/shared_prompt.py, and TRL of benchmarks/end_to_end
@@ -89,6 +94,7 @@ setup(
             "openai>=1.50",
             "pathspec>=0.12",
             "plotly>=6.0",
+            "prometheus-client>=0.21",
             "pytest>=8.3",
             "pytest-asyncio>=1.0",
             "pytest-timeout>=2.3",

@@ -66,6 +66,7 @@ TensorShapes = Mapping[str, tuple[str, Sequence[int]]]  # by name: safetensors' 
 PROVE_WEIGHTS = "easyrl_prove_weights"  # a method of each worker, there by --worker-extension-cls
 PROVE_ADAPTER = "easyrl_prove_adapter"
 COMPARE_SHAPES = "easyrl_compare_shapes"
+MOST_DEVICES = 4096  # of a server; more is no number of devices
 HEALTH_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
@@ -253,6 +254,13 @@ class EndpointClient:
         """The version of the weights it serves; ``"default"`` after a (re)start."""
         answer = await self._decoded(_WEIGHT_INFO, "GET", "/weight_info", None, timeout_s)
         return answer.weight_version
+
+    async def num_workers(self) -> int | None:
+        """Devices that the model is split or copied over; None if it does not tell."""
+        try:
+            return (await self.get(_WORLD_SIZE, "/get_world_size")).world_size
+        except EndpointError:
+            return None
 
     async def num_tokens_made(self, timeout_s: float) -> float | None:
         """Prompt and response tokens since its start; None if it does not tell."""
@@ -502,6 +510,10 @@ class _Models(msgspec.Struct):
     data: Annotated[list[_ModelCard], msgspec.Meta(min_length=1)]
 
 
+class _WorldSize(msgspec.Struct):
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)]
+
+
 class _WeightInfo(msgspec.Struct):
     weight_version: Word
 
@@ -531,6 +543,7 @@ class _Shapes(msgspec.Struct):
 
 
 _MODELS = msgspec.json.Decoder(_Models)
+_WORLD_SIZE = msgspec.json.Decoder(_WorldSize)
 _WEIGHT_INFO = msgspec.json.Decoder(_WeightInfo)
 _SUCCESS = msgspec.json.Decoder(_Success)
 _PROOFS = msgspec.json.Decoder(_Proofs)

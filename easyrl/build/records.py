@@ -149,7 +149,7 @@ def build_record_parts(
             final_weights=lambda: digest_of_weights(engine, run.collectives),
         ),
         reporter=StepReporter(
-            ranks.world_size,
+            lambda: ranks.world_size,
             seconds=timeline.seconds(),
             known=timeline.metrics,
             trackers=trackers,

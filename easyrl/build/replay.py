@@ -161,7 +161,7 @@ def replay_batch(
             ),
             weight_sync=weights,
             ledger=NoLedger(),
-            reporter=StepReporter(engine.ranks.world_size, trackers=[kept]),
+            reporter=StepReporter(lambda: engine.ranks.world_size, trackers=[kept]),
             first_version=PolicyVersion(run.run.run, 0, 0),
             groups_per_update=run.run.batch_size // num_updates,
             updates_per_batch=num_updates,

@@ -45,7 +45,7 @@ def open_reporter(
         alarms = Alarms(settings, run.record)
         alarms.add_earlier(read_metrics(run.output / METRICS_FILE))
     return StepReporter(
-        run.ranks.world_size + len(inference.pool.endpoints),
+        lambda: run.ranks.world_size + inference.pool.num_devices,
         seconds={
             "time/inference_idle_s": inference.pool.idle_s,
             "time/reward_s": inference.rewards_busy.seconds,

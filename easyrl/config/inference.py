@@ -84,6 +84,8 @@ class InferenceConfig(Section):
     launch: LaunchConfig | None = None  # servers of our own, beside or instead of them
     api_key_env: str | None = None  # name of the environment variable that holds the bearer token
     # of all endpoints that name none of their own
+    devices_per_endpoint: PositiveInt | None = None  # that throughput counts; default: what each
+    # server says (a tensor-parallel one of four: 4), else 1
     max_inflight: PositiveInt | Literal["auto"] = "auto"  # requests at a time per endpoint; auto:
     # what finishes batches soonest, as measured, 256 at most
     dispatch: Literal["shortest_first", "prompt_order"] = "shortest_first"  # which groups go first

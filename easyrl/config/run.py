@@ -23,7 +23,8 @@ class RunConfig(Section):
     seed: NonNegativeInt = 0  # of the order of prompts, of sampling, and of what a recipe or
     # template draws
     mode: Literal["async", "sync"] = "async"  # sync: training waits until all responses of a batch
-    # are there; a control experiment
+    # are there, a control experiment: all other settings stay as they are, but that nothing is
+    # computed ahead (trainer.look_ahead), and that max_inflight=auto finds what generates fastest
     determinism: Literal["none", "strict"] = "none"  # strict: the same bits in every weight and
     # metric, however groups arrive; needs endpoints whose responses do not depend on batching
     trackers: list[TrackerName] = ["tensorboard"]  # where metrics go beside

@@ -6,7 +6,7 @@ Also what TRL's command line keeps beside it: model, dataset and adapters.
 from __future__ import annotations
 
 from easyrl.convert.peer import Row, has_none, ignored, same
-from easyrl.convert.values import run_name, trackers
+from easyrl.convert.values import TRACKERS, run_name, trackers
 
 BATCH = "per_device_train_batch_size"
 SHARE = "B · W · S ÷ G prompts, of which a step has B · W · A ÷ G (below)"
@@ -169,7 +169,7 @@ ROWS = (
     # ---- what is written ----
     Row("output_dir", None, "run.output_dir", value=same),
     Row("run_name", None, "run.name", "letters, digits, _, - and .", value=run_name),
-    Row("report_to", None, "run.trackers", "tensorboard, wandb", value=trackers),
+    Row("report_to", None, "run.trackers", ", ".join(TRACKERS), value=trackers),
     Row("save_strategy", "steps", "checkpoint.every_steps", "steps, no"),
     Row("save_steps", 500.0, "checkpoint.every_steps"),
     Row("save_total_limit", None, "checkpoint.keep", value=same),

@@ -12,7 +12,7 @@ from easyrl.convert.peer import Settings, Values
 
 NEUTRAL = SamplingConfig()
 RESTRICTS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")
-TRACKERS = ("tensorboard", "wandb")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab")
 
 
 def named(names: Mapping[Any, Any]) -> Callable[[Any], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from easyrl.convert.peer import Row, has_none, ignored, same
-from easyrl.convert.values import all_tokens, run_name, trackers
+from easyrl.convert.values import TRACKERS, all_tokens, run_name, trackers
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 MODEL, REFERENCE = "actor_rollout_ref.model.", "actor_rollout_ref.ref."
@@ -257,9 +257,9 @@ ROWS = (
     ignored("trainer.n_gpus_per_node", "`deepspeed --include`, `--num_gpus`"),
     ignored("trainer.nnodes", "`deepspeed --hostfile`"),
     # ---- what is written ----
-    Row("trainer.project_name", "verl_examples", "run.wandb_project", value=same),
+    Row("trainer.project_name", "verl_examples", "run.project", value=same),
     Row("trainer.experiment_name", "gsm8k", "run.name", "letters, digits, _, - and .", run_name),
-    Row("trainer.logger", None, "run.trackers", "tensorboard, wandb", trackers),
+    Row("trainer.logger", None, "run.trackers", ", ".join(TRACKERS), trackers),
     Row("trainer.default_local_dir", None, "run.output_dir", value=same),
     has_none("trainer.resume_mode", "auto", "`easyrl train CONFIG --resume`"),
     *(

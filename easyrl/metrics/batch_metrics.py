@@ -80,6 +80,7 @@ class BatchTotals:
             "prompt_tokens": float(len(group.prompt.token_ids)),
             "responses": float(len(lengths)),
             "response_tokens": float(lengths.sum()),
+            "sequence_tokens": float(lengths.sum() + len(lengths) * len(group.prompt.token_ids)),
             "generated_tokens": 0.0 if recovered else float(lengths.sum()),
             "truncated": float(sum(c.truncated for c in group.completions)),
             "ngrams": float(sum(each.num for each in ngrams)),
@@ -244,6 +245,7 @@ def _update_metrics(update: Update) -> dict[str, float]:
         "response/repetition": _ratio(sums["repeated_ngrams"], sums["ngrams"]),
         "tokens/prompt": sums["prompt_tokens"],
         "tokens/response": sums["response_tokens"],
+        "tokens/sequences": sums["sequence_tokens"],
         "tokens/compared": loss_tokens,  # with the inference server; policy/* are means over them
         "tokens/packed": totals.num_packed_tokens,
         "batch/groups": groups,

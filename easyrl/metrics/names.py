@@ -329,13 +329,21 @@ SECTIONS = (
             Metric("balance/bytes_moved", "bytes", "of these groups"),
             Metric("tokens/prompt", "tokens", "of prompts, each once for its group"),
             Metric("tokens/response", "tokens", "of responses"),
+            Metric(
+                "tokens/sequences",
+                "tokens",
+                "of the trained sequences: all responses, and a prompt for each of them",
+                "Σ over groups (G · |prompt| + Σᵢ |responseᵢ|)",
+                verl="perf/total_num_tokens",
+                remark="TRL's `num_tokens` is the sum since the start",
+            ),
             Metric("tokens/compared", "tokens", "trained; `policy/*` are means over them"),
             Metric(
                 "tokens/packed",
                 "tokens",
                 "that went through the trainer, prompts once for a group",
                 remark="TRL's `num_tokens` and verl's `perf/total_num_tokens` count a prompt for "
-                "each response",
+                "each response: `tokens/sequences`",
             ),
         ),
     ),
@@ -351,8 +359,25 @@ SECTIONS = (
             Metric(
                 "throughput/tokens_per_s_per_device",
                 "tokens/s",
-                "the same by the number of ranks and endpoints",
-                remark="verl's `perf/throughput` counts a prompt for each response",
+                "the same by the number of devices",
+                "throughput/tokens_per_s / throughput/devices",
+                remark="verl's `perf/throughput` counts a prompt for each response: "
+                "`throughput/tpspd`",
+            ),
+            Metric(
+                "throughput/tpspd",
+                "tokens/s",
+                "tokens trained per second and device, as the paper of periodic asynchrony has it "
+                "(§6): of the sequences, unshared, generated and trained within the step",
+                "tokens/sequences / (time/step_s · throughput/devices)",
+                verl="perf/throughput",
+                remark="with what a resumed run has generated before, too",
+            ),
+            Metric(
+                "throughput/devices",
+                "count",
+                "of training and inference together: ranks, and those of each endpoint "
+                "(`inference.devices_per_endpoint`)",
             ),
             Metric(
                 "throughput/generated_tokens_per_s",

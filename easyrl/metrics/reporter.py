@@ -15,11 +15,11 @@ from easyrl.metrics.trackers import Tracker
 class StepReporter:
     """Completes each step's metrics and hands them to the trackers. All ranks call every method.
 
-    Throughput is of the tokens that went through the trainer: each prompt once per group, and all
-    responses (paper §6, TPSPD).
+    Throughput is of the tokens that went through the trainer, each prompt once per group, and, as
+    ``throughput/tpspd``, of the sequences, each with its prompt (paper §6).
     """
 
-    num_devices: int  # the trainer's and the inference endpoints' together
+    num_devices: Callable[[], int]  # the trainer's and the inference endpoints' together, now
     # Seconds so far of what goes on beside the trainer's thread, by the metric that has those from
     # one report to the next.
     seconds: Mapping[str, Callable[[], float]] = field(default_factory=dict)
@@ -44,9 +44,12 @@ class StepReporter:
             self._before_s[name] = now_s
         metrics |= self.known()
         if "tokens/packed" in metrics:
-            tokens_per_s = metrics["tokens/packed"] / metrics["time/step_s"]
+            step_s, num_devices = metrics["time/step_s"], self.num_devices()
+            tokens_per_s = metrics["tokens/packed"] / step_s
+            metrics["throughput/devices"] = float(num_devices)
             metrics["throughput/tokens_per_s"] = tokens_per_s
-            metrics["throughput/tokens_per_s_per_device"] = tokens_per_s / self.num_devices
+            metrics["throughput/tokens_per_s_per_device"] = tokens_per_s / num_devices
+            metrics["throughput/tpspd"] = metrics["tokens/sequences"] / step_s / num_devices
         if self.alarms is not None:
             metrics |= self.alarms.look(step, metrics)
         for tracker in self.trackers:

@@ -37,6 +37,7 @@ class Endpoint:
         self.url = client.url
         self.max_inflight = max_inflight
         self.served: ServedModel | None = None  # known once healthy
+        self.num_devices: int | None = None  # that it says it runs on
         self.confirmed_version: str | None = None
         # Unset while it may answer and has yet to pass its canary: what it answers is held back.
         self.cleared = asyncio.Event()

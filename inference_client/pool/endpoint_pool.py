@@ -438,6 +438,12 @@ class EndpointPool(Fleet):
         usable = [e for e in self.endpoints if version is not None and e.usable(version)]
         return sum(self.limits.of(endpoint, in_batch=in_batch) for endpoint in usable)
 
+    @property
+    def num_devices(self) -> int:
+        """Of all endpoints in use, as configured or as they say. From any thread."""
+        each = self._config.devices_per_endpoint
+        return sum(each or e.num_devices or 1 for e in self.endpoints if e.is_in_use)
+
     def is_wanted(self, before: int) -> bool:
         """Whether a group of a smaller priority than ``before``, or a sample of one, waits."""
         return self._dispatcher.is_wanted(before)

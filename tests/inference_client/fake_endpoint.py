@@ -32,6 +32,7 @@ class FakeEndpoint:
     max_model_len: int = 512
     card: dict[str, Any] = field(default_factory=dict)  # what /v1/models says besides
     generated_tokens: int | None = None  # what /metrics says, None: there is no such route
+    world_size: Any = ...  # what /get_world_size says, ...: there is no such route
     gated: bool = False  # each generate request waits for its gate
     faults: deque[Fault] = field(default_factory=deque)
     always: Fault | None = None
@@ -175,6 +176,8 @@ class FakeEndpoint:
             "/reset_prefix_cache": {"success": True},
             "/update_weight_version": {"success": True},
         }
+        if self.world_size is not ...:
+            answers["/get_world_size"] = {"world_size": self.world_size}
         known = ("/pause", "/resume", "/abort_requests", "/init_weight_transfer_engine")
         known += ("/start_weight_update", "/update_weights", "/finish_weight_update")
         if request.path not in answers and request.path not in known:

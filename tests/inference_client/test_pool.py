@@ -487,3 +487,32 @@ async def test_a_prompt_without_room_for_a_token_is_refused_before_it_is_sent():
         with pytest.raises(PromptTooLong):
             await sample(pool, PROMPT[:2], few, 2)
         assert seeds(server) == [1]
+
+
+# -- devices -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("configured", "expected"), [(None, 4 + 1), (8, 16)])
+async def test_devices_are_as_configured_or_as_the_servers_say(configured, expected):
+    """A tensor-parallel server of four counts four; one that does not tell counts one."""
+    told, silent = servers(2)
+    told.world_size = 4
+    async with pool_of(told, silent, devices_per_endpoint=configured) as pool:
+        await until(lambda: all(is_asked(server) for server in (told, silent)))
+        await until(lambda: all(endpoint.served for endpoint in pool.endpoints))
+        await until(lambda: pool.num_devices == expected)
+        pool.remove(silent.url)
+        assert pool.num_devices == (4 if configured is None else 8)
+
+
+def is_asked(server):
+    return ("/get_world_size", None) in server.calls
+
+
+@pytest.mark.parametrize("said", [0, -1, 10**9, "4", None, 2.5])
+async def test_a_number_of_devices_that_is_none_counts_as_not_told(said):
+    (server,) = servers(1)
+    server.world_size = said
+    async with pool_of(server) as pool:
+        await until(lambda: is_asked(server) and pool.endpoints[0].served is not None)
+        assert pool.num_devices == 1

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from easyrl.metrics.trackers.base import Tracker
+from easyrl.metrics.trackers.base import Tracker, TrackerNotInstalled
 
 logger = logging.getLogger(__name__)
 
@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 class OptionalTracker:
     """A tracker whose failures are told of, each once, and end nothing; called ``name`` there.
 
-    Raises what ``open_tracker`` does, but for a file that cannot be written.
+    Raises ``TrackerNotInstalled``: that a person can mend before anything is trained.
     """
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
         self._name = name
         self._told: set[str] = set()
         self._tracker: Tracker | None = None
-        with self._tolerant(OSError):
+        with self._tolerant():
             self._tracker = open_tracker()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -40,10 +40,12 @@ class OptionalTracker:
                 self._tracker.close()
 
     @contextmanager
-    def _tolerant(self, kind: type[Exception] = Exception) -> Iterator[None]:
+    def _tolerant(self) -> Iterator[None]:
         try:
             yield
-        except kind as error:  # of whatever library
+        except TrackerNotInstalled:
+            raise
+        except Exception as error:  # of whatever library
             problem = f"{type(error).__name__}: {error}"
             if problem not in self._told:
                 logger.warning("%s: %s; the run goes on without it", self._name, problem)

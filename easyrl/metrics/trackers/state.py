@@ -13,7 +13,8 @@ from easyrl.runtime.durable_files import write_durably
 logger = logging.getLogger(__name__)
 
 FOLDER = "trackers"  # of the run's folder
-EVALUATION = ("eval/", "time/evaluation")  # beginnings of names that come later than their step
+# what comes later than its step, beside all that begins with "eval/"
+EVALUATION_TIMES = ("time/evaluation_s", "time/evaluation_wait_s")
 
 
 class _Kept(msgspec.Struct):
@@ -91,4 +92,4 @@ class ContinuedTracker:
 
 
 def _is_late(name: str) -> bool:
-    return name.startswith(EVALUATION)
+    return name.startswith("eval/") or name in EVALUATION_TIMES

@@ -556,15 +556,25 @@ def test_bitsandbytes_must_be_installed(tmp_path, monkeypatch):
     check_paths(config)
 
 
-def test_wandb_must_be_installed(tmp_path, monkeypatch):
-    config = load(tmp_path, MINIMAL, *existing(tmp_path), "run.trackers=[tensorboard, wandb]")
+@pytest.mark.parametrize(
+    ("tracker", "package"),
+    [
+        ("wandb", "wandb"),
+        ("trackio", "trackio"),
+        ("mlflow", "mlflow"),
+        ("swanlab", "swanlab"),
+        ("prometheus", "prometheus_client"),
+    ],
+)
+def test_a_tracker_must_be_installed(tracker, package, tmp_path, monkeypatch):
+    config = load(tmp_path, MINIMAL, *existing(tmp_path), f"run.trackers=[tensorboard, {tracker}]")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    (tmp_path / "wandb").mkdir()  # where its runs go; it is no package
-    message = re.escape("run.trackers: wandb is not installed; pip install 'easyrl[wandb]'")
-    with pytest.raises(ConfigError, match=message):
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    (tmp_path / package).mkdir()  # where its runs go, perhaps; it is no package
+    message = f"run.trackers: {tracker} is not installed; pip install 'easyrl[{tracker}]'"
+    with pytest.raises(ConfigError, match=re.escape(message)):
         check_paths(config)
-    (tmp_path / "wandb" / "__init__.py").write_text("")
+    (tmp_path / package / "__init__.py").write_text("")
     importlib.invalidate_caches()
     check_paths(config)
 

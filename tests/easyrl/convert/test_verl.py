@@ -102,7 +102,7 @@ def test_a_script_means_the_same(tmp_path: Path) -> None:
     assert config.evaluation is not None and config.evaluation.every_steps == 20
     assert config.evaluation.sampling.temperature == 0.0
     assert config.evaluation.sampling.max_tokens == 2048
-    assert (config.run.name, config.run.wandb_project) == ("grpo_8b", "maths")
+    assert (config.run.name, config.run.project) == ("grpo_8b", "maths")
     assert config.run.trackers == ["tensorboard"]
     told = said.splitlines()
     assert len(told) == 2  # tensor parallelism of the server, and that there is one

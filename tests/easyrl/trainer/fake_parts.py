@@ -313,7 +313,7 @@ def make_trainer(
         weight_sync=weight_sync or FakeSync(events),
         ledger=ledger or FakeLedger(events),
         reporter=StepReporter(
-            num_devices=2,
+            num_devices=lambda: 2,
             trackers=[ListTracker(reported), *trackers],
         ),
         evaluation=evaluation,

@@ -83,6 +83,16 @@ def test_sync_mode_waits_for_the_whole_batch_first():
     assert events[2:4] == ["complete", "backward"]
 
 
+def test_sync_mode_packs_trains_and_counts_the_same():
+    said = []
+    for synchronous in (False, True):
+        trainer, reported = make_trainer([], num_batches=1, synchronous=synchronous)
+        trainer.fit()
+        times = ("time/", "throughput/", "memory/")
+        said.append({k: v for k, v in reported[1][1].items() if not k.startswith(times)})
+    assert said[0] == said[1] and "batch/micro_batches" in said[0]
+
+
 def test_metrics_are_divided_once():
     trainer, reported = make_trainer([], num_batches=1)
     trainer.fit()
@@ -90,6 +100,9 @@ def test_metrics_are_divided_once():
     assert metrics["reward/mean"] == 0.5
     assert metrics["loss"] == 2.0  # 2 per token, divided by the batch's token count
     assert metrics["tokens/packed"] == 2 * (2 + 6)
+    assert metrics["tokens/sequences"] == 2 * (2 * 2 + 6)  # a prompt for each of two responses
+    tpspd = metrics["tokens/sequences"] / metrics["time/step_s"] / 2
+    assert metrics["throughput/tpspd"] == tpspd
     assert metrics["time/wait_s"] == 0.5
     assert metrics["time/first_group_wait_s"] == 0.25
 

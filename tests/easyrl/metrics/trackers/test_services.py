@@ -6,6 +6,7 @@ The second attempt takes step 2 again, with another reward.
 import json
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,16 @@ def test_wandb_has_rows_of_one_run_with_each_step_once(tmp_path, monkeypatch):
     assert configured["trainer"] == {"batch_size": 8}
 
 
-def wandb_records(file: Path) -> Iterator[Any]:
+def wandb_records(file: Path) -> list[Any]:
+    """Of a finished run; the service's process may write it a moment after ``finish``."""
     kind = package("wandb.proto.wandb_internal_pb2").Record
-    return map(kind.FromString, log_records(file))
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        records = list(map(kind.FromString, log_records(file)))
+        if records and records[-1].HasField("exit"):
+            return records
+        time.sleep(0.05)
+    raise TimeoutError(f"{file} has no end")
 
 
 def log_records(file: Path) -> Iterator[bytes]:
