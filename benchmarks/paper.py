@@ -1,8 +1,8 @@
 """The tables of the paper on periodic asynchrony, measured: on a cluster, or small on this machine.
 
 ``python -m benchmarks.paper table1|table2|table3|startup|shared_prompt --cluster CLUSTER.yaml``
-trains with the paper's settings on a cluster (configs/launch/paper_cluster.yaml is an example; the command
-is started on the first training host, ``--out`` is on a disk that all of them share). With
+trains with the paper's settings on a cluster, of which configs/launch/paper_cluster.yaml is an
+example; it is started on the first training host, and ``--out`` is on a disk that all share. With
 ``--small`` the same sides train a small random model here: generation on one core, training on the
 other; table3 against endpoints and with micro-batches that sleep, as two cores do not become faster
 by being more. Sides take turns, and ratios are medians over the repeats.

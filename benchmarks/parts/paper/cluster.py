@@ -79,6 +79,11 @@ class Cluster(Section):
 
         Raises ``ConfigError`` if the cluster cannot be divided so.
         """
+        if devices > self.devices:
+            raise ConfigError(
+                f"endpoints, trainers: have {self.devices} devices together, and {devices} are needed; "
+                "add what is missing"
+            )
         parts: dict[str, Sequence[Endpoint] | Sequence[Trainer]] = {}
         for key, whole in (("endpoints", self.endpoints), ("trainers", self.trainers)):
             wanted = devices * _devices(whole) / self.devices
