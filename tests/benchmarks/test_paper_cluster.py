@@ -187,7 +187,7 @@ def test_the_command_refuses_in_one_sentence(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("table", ["table1", "table3"])
+@pytest.mark.parametrize("table", ["table1", "table3", "startup", "shared_prompt"])
 def test_a_small_run(table: str) -> None:
     import json
 

@@ -81,8 +81,8 @@ class Cluster(Section):
         """
         if devices > self.devices:
             raise ConfigError(
-                f"endpoints, trainers: have {self.devices} devices together, and {devices} are needed; "
-                "add what is missing"
+                f"endpoints, trainers: have {self.devices} devices together, and {devices} are "
+                "needed; add what is missing"
             )
         parts: dict[str, Sequence[Endpoint] | Sequence[Trainer]] = {}
         for key, whole in (("endpoints", self.endpoints), ("trainers", self.trainers)):
