@@ -143,7 +143,8 @@ def test_startup_is_measured_from_the_first_request(tmp_path: Path) -> None:
 
 def test_evaluations_and_first_steps_are_not_counted(tmp_path: Path) -> None:
     lines = [step(9), {"eval/accuracy": 0.5}, step(4)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    written = [json.dumps({"step": n} | line) + "\n" for n, line in enumerate(lines)]
+    (tmp_path / "metrics.jsonl").write_text("".join(written))
     assert read_run(tmp_path, G, 2, skip=1).seconds == 4
     with pytest.raises(ValueError, match=r"metrics\.jsonl: has no step behind the first 2"):
         read_run(tmp_path, G, 2, skip=2)
