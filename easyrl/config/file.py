@@ -143,7 +143,7 @@ def validate_config(values: Any, source: str = "config") -> Config:
     try:
         config = model.model_validate(values)
     except ValidationError as error:
-        lines = [_describe(problem, model) for problem in error.errors()]
+        lines = [describe_problem(problem, model) for problem in error.errors()]
         if any(problem["type"] == "missing" for problem in error.errors()):
             lines.append("(add what is required; configs/ has files to start from)")
         raise ConfigError(
@@ -196,7 +196,8 @@ def _without_secrets(message: str, values: Any, written: Mapping[KeyPath, str]) 
     return message
 
 
-def _describe(problem: Any, config: type[Config]) -> str:
+def describe_problem(problem: Any, config: type[Section]) -> str:
+    """``key.path: what is wrong; what would be right`` of one of pydantic's errors."""
     location, message = problem["loc"], problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         message = "unknown key"
@@ -218,7 +219,7 @@ def _describe(problem: Any, config: type[Config]) -> str:
     return f"  {dotted(tuple(location))}: {message}"
 
 
-def _known_keys(config: type[Config], location: Sequence[Any]) -> list[str]:
+def _known_keys(config: type[Section], location: Sequence[Any]) -> list[str]:
     model: Any = config
     for part in location:
         if isinstance(part, int):

@@ -86,6 +86,8 @@ class OneRank:
 
     folder: Path
     work: Workload
+    config: str = CONFIG
+    settings: tuple[str, ...] = ()  # further ones
 
     def slower(self, speed: float, factor: float) -> float:
         return max(1, round(speed / factor))
@@ -106,7 +108,8 @@ class OneRank:
                 mode, self.folder, run_dir, server.url, max_inflight, num_batches
             )
             overrides += ["model.activation_checkpointing=layer"]  # nearer to generation's time
-            command = [sys.executable, "-m", "easyrl.train", CONFIG, *overrides]
+            overrides += self.settings
+            command = [sys.executable, "-m", "easyrl.train", self.config, *overrides]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             with log.open("wb") as file:
                 trainer = subprocess.Popen(
