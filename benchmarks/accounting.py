@@ -25,25 +25,22 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.parts.accounting.planted import PARTS
-from benchmarks.parts.accounting.runs import SleepingRun
+from benchmarks.parts.accounting.runs import (
+    SECONDS_PER_TOKEN,
+    TRAIN_S,
+    WORK,
+    SleepingRun,
+    seconds_of,
+)
 from benchmarks.parts.overlap.endpoint import SleepingEndpoint
-from benchmarks.parts.overlap.runs import Mode, Workload
+from benchmarks.parts.overlap.runs import Mode
 from easyrl.demo.build_model import build_tokenizer
 from easyrl.timeline.accounting import LaneAccount, account
 from easyrl.timeline.advice import MORE_INFERENCE, MORE_TRAINING, median_gains, replay_batch
 from easyrl.timeline.spans import BatchSpans, is_endpoint, is_rank
 
-PLANTED_S, SECONDS_PER_TOKEN, TRAIN_S, PLACES = 0.5, 5e-3, 0.12, 24
+PLANTED_S, PLACES = 0.5, 24
 MOST_UNEXPLAINED, MOST_MISSED, MOST_OFF = 0.02, 0.1, 0.05
-WORK = Workload(
-    batch_size=12,
-    num_generations=4,
-    min_tokens=40,
-    max_tokens=120,
-    max_tokens_per_micro_batch=500,
-    hidden_size=32,
-    num_layers=1,
-)
 
 
 def main() -> int:
@@ -132,7 +129,7 @@ def _taken(
         taken = replace(runs, train_s=TRAIN_S / 2).batches("async")
     else:
         taken = replace(runs, places=2 * PLACES).batches("async")
-    before, after = (statistics.median(map(_wall_s, batches)) for batches in (plain, taken))
+    before, after = seconds_of(plain), seconds_of(taken)
     measured = 1 - after / before
     print(f"twice the {change}: predicted to save {predicted:.1%}, saves {measured:.1%}")
     return {
@@ -141,10 +138,6 @@ def _taken(
         "measured": round(measured, 3),
         "off": round(predicted - measured, 3),
     }
-
-
-def _wall_s(of_ranks: Sequence[BatchSpans]) -> float:
-    return max(each.end_s - each.start_s for each in of_ranks)
 
 
 def _parse() -> argparse.Namespace:

@@ -24,7 +24,13 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts.accounting.runs import SleepingRun
+from benchmarks.parts.accounting.runs import (
+    SECONDS_PER_TOKEN,
+    TRAIN_S,
+    WORK,
+    SleepingRun,
+    seconds_of,
+)
 from benchmarks.parts.overlap.endpoint import SleepingEndpoint
 from benchmarks.parts.overlap.runs import Mode, Workload
 from easyrl.demo.build_model import build_tokenizer
@@ -33,17 +39,7 @@ from easyrl.simulation.pipeline import simulate
 from easyrl.simulation.setting import Lengths, Rates, Setting
 from easyrl.timeline.spans import BatchSpans
 
-SECONDS_PER_TOKEN, TRAIN_S = 5e-3, 0.12
 MOST_MEDIAN, MOST_ERROR, MOST_PLAN_S = 0.05, 0.10, 60.0
-WORK = Workload(
-    batch_size=12,
-    num_generations=4,
-    min_tokens=40,
-    max_tokens=120,
-    max_tokens_per_micro_batch=500,
-    hidden_size=32,
-    num_layers=1,
-)
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ def main() -> int:
         for case in (*CALIBRATED_ON, *PREDICTED):
             batches = None if case in CALIBRATED_ON else measured(case)
             seconds = (
-                found[CALIBRATED_ON.index(case)].step_s if batches is None else _seconds(batches)
+                found[CALIBRATED_ON.index(case)].step_s if batches is None else seconds_of(batches)
             )
             predicted = simulate(_setting(case, rates)).step_s
             error = predicted / seconds - 1
@@ -132,12 +128,6 @@ def _calibrated(case: Case, batches: Sequence[Sequence[BatchSpans]]) -> Calibrat
 
 def _mean(rates: Sequence[Rates]) -> Rates:
     return Rates(*(statistics.mean(each) for each in zip(*map(astuple, rates), strict=True)))
-
-
-def _seconds(batches: Sequence[Sequence[BatchSpans]]) -> float:
-    return statistics.median(
-        max(each.end_s - each.start_s for each in of_ranks) for of_ranks in batches
-    )
 
 
 def _setting(case: Case, rates: Rates) -> Setting:

@@ -18,7 +18,8 @@ MAY_IMPORT = {
     "convert": "config",
     "hub": "config runtime.run_files",
     "metrics.event_log": "",
-    "timeline": "",
+    "runtime.whole_files": "",
+    "timeline": "runtime.whole_files",
     "runtime.allocator": "",
     "runtime.busy_time": "",
     "runtime.seeding": "",
@@ -86,7 +87,7 @@ MAY_IMPORT = {
     " engines.megatron.layout engines.megatron.splittable engines.megatron.weights"
     " kernels.logprobs models.supported recipes",
     # the run
-    "samples": "schema engines.base metrics.batch_metrics runtime.schedule",
+    "samples": "schema engines.base metrics.batch_metrics runtime.schedule runtime.whole_files",
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files"
     " runtime.streams samples.choice",
     "runtime": "schema config metrics.event_log",

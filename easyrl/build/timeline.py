@@ -80,7 +80,7 @@ def open_timeline(run: OpenRun, progress: Progress) -> Timeline:
     return Timeline(recorder, accounts)
 
 
-def _end(folder: TimelineFolder, accounts: AccountsFile | None, config: object) -> None:
+def _end(folder: TimelineFolder, accounts: AccountsFile | None, config: Config) -> None:
     path = folder.path.with_name(FILE)
     try:
         if accounts is not None:
@@ -91,6 +91,6 @@ def _end(folder: TimelineFolder, accounts: AccountsFile | None, config: object) 
     except OSError as error:
         logger.warning("%s: cannot be written (%s); easyrl trace can", path, error.strerror)
         return
-    if batches and isinstance(config, Config):  # a run on records has no inference to compare with
+    if batches and config.source == "rollouts":  # records have no inference to compare with
         told = advice(batches, synchronous=config.run.mode == "sync")
         print(f"easyrl: {told} (easyrl trace {path.parent})", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from easyrl.arguments.shared import AsJson, RunDir
-from easyrl.runtime.run_files import CONFIG_FILE
+from easyrl.runtime.run_files import CONFIG_FILE, file_of_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,10 +107,7 @@ def _calibrated(
     from easyrl.simulation.calibrate import calibrate
     from easyrl.timeline.reading import kept_batches, read_batch
 
-    file = run_dir / CONFIG_FILE
-    if not file.is_file():
-        raise ValueError(f"{run_dir}: has no {CONFIG_FILE}; name the run.output_dir of a run")
-    config = load_config(file, to_look_back=True)
+    config = load_config(file_of_run(run_dir, CONFIG_FILE), to_look_back=True)
     if config.source != "rollouts":
         raise ValueError(f"{run_dir}: is a run on records; no endpoint is part of it")
     numbers = kept_batches(run_dir)
@@ -134,12 +131,12 @@ def _calibrated(
 def _most_in_flight(batches: Sequence[Sequence[BatchSpans]]) -> int:
     """What an endpoint had at a time; the limit of ``inference.max_inflight: auto`` follows it."""
     from easyrl.timeline.chrome_trace import in_flight
-    from easyrl.timeline.spans import by_lane, is_endpoint
+    from easyrl.timeline.spans import by_lane, is_endpoint, spans_of
 
     counts = [
         count
         for of_ranks in batches
-        for lane, spans in by_lane([s for each in of_ranks for s in each.spans]).items()
+        for lane, spans in by_lane(spans_of(of_ranks)).items()
         if is_endpoint(lane)
         for _, count in in_flight(spans)
     ]

@@ -36,15 +36,14 @@ def report_command(
     """Write a run's report: curves, timeline, samples, certificate, in one file without network."""
     from easyrl.report.collect import collect
     from easyrl.report.page import FILE, render
+    from easyrl.runtime.whole_files import write_whole
 
     path = output or run_dir / FILE
     check = _verified if verify and not watch else _not_verified
 
     def write(reload_s: float) -> None:
         page = render(collect(run_dir, check, _decoder), reload_s=reload_s)
-        unfinished = path.with_name(path.name + ".part")
-        unfinished.write_text(page, encoding="utf-8")
-        unfinished.rename(path)
+        write_whole(path, page.encode())
 
     try:
         seen = _written(run_dir)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from easyrl.arguments.shared import RunDir
-from easyrl.runtime.run_files import CONFIG_FILE
+from easyrl.runtime.run_files import CONFIG_FILE, file_of_run
 
 if TYPE_CHECKING:
     from easyrl.samples.folder import SampleFolder
@@ -90,9 +90,7 @@ def _decoder(run_dir: Path, folder: Path | None) -> Callable[[Sequence[int]], st
     from easyrl.config import ConfigError
     from easyrl.config.file import load_config
 
-    file = run_dir / CONFIG_FILE
-    if not file.is_file():
-        raise ValueError(f"{run_dir}: has no {CONFIG_FILE}; name the run.output_dir of a run")
+    file = file_of_run(run_dir, CONFIG_FILE)
     if folder is not None:
         return token_decoder(read_tokenizer(folder, "--tokenizer"))
     path = load_config(file, to_look_back=True).model.tokenizer_path

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from easyrl.arguments.shared import RunDir
-from easyrl.runtime.run_files import CONFIG_FILE
+from easyrl.runtime.run_files import CONFIG_FILE, file_of_run
 
 if TYPE_CHECKING:
     from easyrl.timeline.spans import BatchSpans
@@ -39,10 +39,7 @@ def trace_command(
 
     folder = TimelineFolder(run_dir)
     try:
-        file = run_dir / CONFIG_FILE
-        if not file.is_file():
-            raise ValueError(f"{run_dir}: has no {CONFIG_FILE}; name the run.output_dir of a run")
-        config = load_config(file, to_look_back=True)
+        config = load_config(file_of_run(run_dir, CONFIG_FILE), to_look_back=True)
         if not folder.batches():
             raise ValueError(
                 f"{folder.path}: has no spans; the run was made with timeline.keep 0, by an "

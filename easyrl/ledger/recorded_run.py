@@ -24,6 +24,7 @@ from easyrl.runtime.run_files import (
     CONFIG_FILE,
     METRICS_FILE,
     attempt_config_file,
+    file_of_run,
 )
 from easyrl.schema import (
     ExcludedPrompt,
@@ -43,8 +44,7 @@ class RecordedRun:
 
     def __init__(self, folder: Path) -> None:
         for name in (CONFIG_FILE, CERTIFICATE_FILE, METRICS_FILE):
-            if not (folder / name).is_file():
-                raise ValueError(f"{folder}: has no {name}; name the run.output_dir of a run")
+            file_of_run(folder, name)
         self.folder = folder
         self._journal = folder / JOURNAL_FOLDER
         self._history = History(folder / CERTIFICATE_FILE)

@@ -7,17 +7,25 @@ from typing import Any
 
 from easyrl.report.curves import downsampled
 from easyrl.report.packing import packed
-from easyrl.timeline.accounting import account
+from easyrl.timeline.accounting import LaneAccount
 from easyrl.timeline.chrome_trace import in_flight
-from easyrl.timeline.spans import BatchSpans, Span, by_lane, is_endpoint, is_rank
+from easyrl.timeline.spans import (
+    EVALUATION,
+    REQUEST,
+    BatchSpans,
+    Span,
+    by_lane,
+    is_endpoint,
+    is_rank,
+    spans_of,
+)
 
 MOST_LANES = 12  # of each kind, that are drawn
 MOST_SPANS = 2400  # of all lanes together, of each lane the longest
 MOST_COUNTS = 6000  # ... of requests in flight
-_REQUESTS = ("request", "evaluation")
 
 
-def packed_batch(of_ranks: Sequence[BatchSpans]) -> str:
+def packed_batch(of_ranks: Sequence[BatchSpans], accounts: Sequence[LaneAccount]) -> str:
     """What is drawn of one batch: base64 of gzip of JSON.
 
     {"seconds", "ranks": [{"lane", "spans": [[name, start, seconds]]}], "endpoints": [{"lane",
@@ -27,13 +35,16 @@ def packed_batch(of_ranks: Sequence[BatchSpans]) -> str:
     """
     start_s = min(each.start_s for each in of_ranks)
     end_s = max(each.end_s for each in of_ranks)
-    lanes = by_lane([span for each in of_ranks for span in each.spans if span.end_s > start_s])
+    lanes = by_lane([span for span in spans_of(of_ranks) if span.end_s > start_s])
     ranks = {lane: spans for lane, spans in lanes.items() if is_rank(lane)}
     endpoints = {lane: spans for lane, spans in lanes.items() if is_endpoint(lane)}
     drawn_ranks = list(ranks.items())[:MOST_LANES]
     drawn_endpoints = list(endpoints.items())[:MOST_LANES]
     most = MOST_SPANS // max(len(drawn_ranks) + len(drawn_endpoints), 1)
-    updates = {lane: [s for s in spans if s.name not in _REQUESTS] for lane, spans in lanes.items()}
+    updates = {
+        lane: [s for s in spans if s.name not in (REQUEST, EVALUATION)]
+        for lane, spans in lanes.items()
+    }
     drawn: dict[str, Any] = {
         "seconds": _rounded(end_s - start_s),
         "ranks": [
@@ -49,7 +60,7 @@ def packed_batch(of_ranks: Sequence[BatchSpans]) -> str:
         ],
         "accounts": [
             {"lane": each.lane, "wall_s": _rounded(each.wall_s), "causes": _causes(each.causes)}
-            for each in account(of_ranks)[: 2 * MOST_LANES]
+            for each in accounts[: 2 * MOST_LANES]
         ],
         "left_out": len(ranks) + len(endpoints) - len(drawn_ranks) - len(drawn_endpoints),
         "short_left_out": sum(

@@ -15,7 +15,7 @@ from easyrl.metrics.trackers import read_metrics
 from easyrl.report.batches import packed_batch
 from easyrl.report.curves import charts_of, is_number
 from easyrl.report.samples import Decode, shown_samples
-from easyrl.runtime.run_files import CONFIG_FILE, METRICS_FILE
+from easyrl.runtime.run_files import CONFIG_FILE, METRICS_FILE, file_of_run
 from easyrl.samples.folder import SampleFolder
 from easyrl.timeline.accounting import LaneAccount, account, mean_shares
 from easyrl.timeline.advice import advice
@@ -61,9 +61,7 @@ def collect(
     ``decoder``: of the run's tokenizer; raises ``ConfigError`` where that is not there. Raises
     ``ValueError`` if it is no run's folder.
     """
-    file = run_dir / CONFIG_FILE
-    if not file.is_file():
-        raise ValueError(f"{run_dir}: has no {CONFIG_FILE}; name the run.output_dir of a run")
+    file = file_of_run(run_dir, CONFIG_FILE)
     notices: list[str] = []
     config: Config | None = None
     try:
@@ -130,8 +128,9 @@ def _add_timeline(collected: Collected, run_dir: Path, config: Config | None) ->
     for number in folder.batches()[-MOST_BATCHES:]:
         if of_ranks := folder.read(number):
             kept.append(of_ranks)
-            accounts += account(of_ranks)
-            collected.batches[str(number)] = packed_batch(of_ranks)
+            of_batch = account(of_ranks)
+            accounts += of_batch
+            collected.batches[str(number)] = packed_batch(of_ranks, of_batch)
     if not kept:
         collected.notices.append("no timeline is kept (timeline.keep)")
         return

@@ -7,22 +7,16 @@ is left out, with a warning.
 
 from __future__ import annotations
 
-import gzip
-import logging
 import os
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from easyrl.runtime.whole_files import UNFINISHED, read_compressed, write_compressed
 from easyrl.samples.records import SampledGroup, decode, encode
 
-logger = logging.getLogger(__name__)
-
 FOLDER = "samples"  # in the run's
-UNFINISHED = ".part"
-LEVEL = 1  # of gzip: three times as fast as its default, files a tenth larger
 _NAME = re.compile(r"step-(\d+)-rank(\d+)of(\d+)\.jsonl\.gz")
 
 
@@ -45,9 +39,7 @@ class SampleFolder:
         """What rank ``rank`` keeps of ``step``, in place of what there was. Raises ``OSError``."""
         self.path.mkdir(exist_ok=True)
         file = self.path / f"step-{step:08d}-rank{rank}of{num_ranks}.jsonl.gz"
-        unfinished = file.with_name(file.name + UNFINISHED)
-        unfinished.write_bytes(gzip.compress(encode(groups), LEVEL, mtime=0))
-        unfinished.rename(file)
+        write_compressed(file, encode(groups))
 
     def remove_up_to(self, step: int) -> None:
         """The files of ``step`` and the steps before it. Raises ``OSError``."""
@@ -77,7 +69,7 @@ class SampleFolder:
         groups = []
         for file in self._files():
             if file.step == step:
-                groups += _read(file.path)
+                groups += read_compressed(file.path, decode) or []
         return sorted(groups, key=lambda group: group.position)
 
     def _files(self) -> Iterator[StepFile]:
@@ -86,21 +78,3 @@ class SampleFolder:
                 if found := _NAME.fullmatch(name):
                     step, rank, num_ranks = map(int, found.groups())
                     yield StepFile(step, rank, num_ranks, self.path / name)
-
-
-def _read(path: Path) -> list[SampledGroup]:
-    try:
-        content = path.read_bytes()
-        if not content:  # gzip takes it for a file of nothing
-            raise EOFError("it is empty")
-        return decode(gzip.decompress(content))
-    except FileNotFoundError:  # the run has removed it meanwhile
-        return []
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        logger.warning(
-            "%s: cannot be read and is left out (%s: %s); remove it, nothing depends on it",
-            path,
-            type(error).__name__,
-            error,
-        )
-        return []

@@ -10,7 +10,7 @@ from typing import IO
 
 import msgspec
 
-from easyrl.samples.folder import LEVEL, UNFINISHED
+from easyrl.runtime.whole_files import LEVEL, UNFINISHED
 from easyrl.samples.records import valid
 from easyrl.samples.show import Decode
 from easyrl.schema import RolloutGroup

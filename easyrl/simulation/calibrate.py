@@ -10,11 +10,19 @@ import numpy as np
 
 from easyrl.simulation.setting import Lengths, Rates, Setting
 from easyrl.timeline.chrome_trace import in_flight
-from easyrl.timeline.spans import BatchSpans, Span, by_lane, is_endpoint, is_rank, rank_lane
-from easyrl.timeline.startup import GROUP
+from easyrl.timeline.spans import (
+    GROUP,
+    REQUEST,
+    BatchSpans,
+    Span,
+    by_lane,
+    is_endpoint,
+    is_rank,
+    rank_lane,
+    spans_of,
+)
 
 LEAST_REQUESTS = 20
-REQUEST = "request"
 
 
 class Calibration(NamedTuple):
@@ -50,7 +58,7 @@ def calibrate(
     rates = _rates(batches, requests)
     setting = Setting(
         rates,
-        Lengths(tuple(tokens), longest=max(tokens), within_group=0.0),
+        Lengths(tuple(tokens), longest=max(tokens)),
         endpoints=statistics.mode(len(_endpoints(of_ranks)) for of_ranks in batches),
         places=places,
         ranks=statistics.mode(len(of_ranks) for of_ranks in batches),
@@ -140,7 +148,7 @@ def _border_s(of_ranks: Sequence[BatchSpans]) -> float:
 
 def _spans(of_ranks: Sequence[BatchSpans]) -> list[Span]:
     start_s = min(each.start_s for each in of_ranks)
-    return [span for each in of_ranks for span in each.spans if span.end_s > start_s]
+    return [span for span in spans_of(of_ranks) if span.end_s > start_s]
 
 
 def _endpoints(of_ranks: Sequence[BatchSpans]) -> dict[str, list[Span]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,7 @@ def simulate(setting: Setting, *, num_draws: int = NUM_DRAWS, seed: int = 0) -> 
     for _ in range(num_draws):
         lengths = setting.lengths.draw(setting.batch_size, setting.group_size, rng)
         batches.append(simulate_batch(setting, lengths))
-    return Outcome(
-        *(float(np.mean(column)) for column in zip(*map(_figures, batches), strict=True))
-    )
+    return Outcome(*(float(np.mean(column)) for column in zip(*map(astuple, batches), strict=True)))
 
 
 def simulate_batch(setting: Setting, lengths: np.ndarray) -> Outcome:
@@ -40,17 +38,6 @@ def simulate_batch(setting: Setting, lengths: np.ndarray) -> Outcome:
     batch = _Batch(setting, lengths)
     batch.run()
     return batch.outcome()
-
-
-def _figures(outcome: Outcome) -> tuple[float, ...]:
-    return (
-        outcome.step_s,
-        outcome.first_group_s,
-        outcome.last_group_s,
-        outcome.tokens,
-        outcome.training_idle,
-        outcome.inference_idle,
-    )
 
 
 @dataclass(order=True)

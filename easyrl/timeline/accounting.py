@@ -14,21 +14,29 @@ from typing import NamedTuple
 
 import msgspec
 
-from easyrl.timeline.spans import BatchSpans, Span, by_lane, is_endpoint, is_rank
+from easyrl.timeline.spans import (
+    EVALUATION,
+    REQUEST,
+    BatchSpans,
+    Span,
+    by_lane,
+    is_endpoint,
+    is_rank,
+    rank_lane,
+    spans_of,
+)
 
 # Of a rank's lane, beside the phases themselves:
 FIRST_GROUP, STARVED = "first group", "starved"  # waiting before and after training has begun
 UNEXPLAINED = "unexplained"
-# Of an endpoint's lane, beside push, proof and canary:
+# Of an endpoint's lane, beside push, proof and canary, and evaluation where only its requests run:
 GENERATING = "generating"  # training's requests run, and more of them are to come
 TAIL = "tail"  # ... and no more come in this batch: places stay empty
-EVALUATION = "evaluation"  # only requests of an evaluation run
 BORDER = "idle: border"  # nothing has been asked of it yet in this batch
 BETWEEN = "idle: nothing sent"  # between requests
 TRAINING = "idle: training"  # all is answered, and the trainer is not done
 IDLE = frozenset({BORDER, BETWEEN, TRAINING})
 _UPDATES = ("probe", "push", "proof", "canary")  # of an endpoint's weights, what goes first first
-_REQUEST = "request"
 _PHASE_NAMES = {"other": UNEXPLAINED}
 
 
@@ -64,8 +72,8 @@ def account(of_ranks: Sequence[BatchSpans]) -> list[LaneAccount]:
     """
     if not of_ranks:
         return []
-    spans = [span for each in of_ranks for span in each.spans]
-    own = {f"rank {each.rank}": _Window(each.start_s, each.end_s) for each in of_ranks}
+    spans = spans_of(of_ranks)
+    own = {rank_lane(each.rank): _Window(each.start_s, each.end_s) for each in of_ranks}
     whole = _Window(
         min(window.start_s for window in own.values()), max(window.end_s for window in own.values())
     )
@@ -114,7 +122,7 @@ def _of_rank(spans: Sequence[Span], window: _Window) -> dict[str, float]:
 
 
 def _of_endpoint(spans: Sequence[Span], window: _Window, trained_s: float) -> dict[str, float]:
-    requests = [span for span in spans if span.name == _REQUEST and _within(span, window)]
+    requests = [span for span in spans if span.name == REQUEST and _within(span, window)]
     first_s = min((span.start_s for span in requests), default=window.end_s)
     last_s = max((span.start_s for span in requests), default=window.start_s)
     done_s = max((span.end_s for span in requests), default=window.start_s)
@@ -122,7 +130,7 @@ def _of_endpoint(spans: Sequence[Span], window: _Window, trained_s: float) -> di
     more = [first_s, last_s, done_s, trained_s]
     for start_s, end_s, running in _moments(spans, window, more):
         update = next((name for name in _UPDATES if running[name]), None)
-        if running[_REQUEST]:
+        if running[REQUEST]:
             cause = GENERATING if end_s <= last_s else TAIL
         elif update is not None:
             cause = update

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from easyrl.runtime.whole_files import write_whole
 from easyrl.timeline.accounting import (
     FIRST_GROUP,
     GENERATING,
@@ -21,7 +22,7 @@ from easyrl.timeline.accounting import (
     account,
     mean_shares,
 )
-from easyrl.timeline.folder import FOLDER, UNFINISHED, TimelineFolder
+from easyrl.timeline.folder import FOLDER, TimelineFolder
 from easyrl.timeline.spans import BatchSpans, is_endpoint, is_rank
 from easyrl.timeline.startup import startup_times_of
 
@@ -85,9 +86,7 @@ class AccountsFile:
         self._path = folder.path / FILE
         if self._path.exists():
             kept = [each for each in _read(self._path) if each.batch < from_batch]
-            unfinished = self._path.with_name(FILE + UNFINISHED)
-            unfinished.write_bytes(b"".join(map(_line, kept)))
-            unfinished.rename(self._path)
+            write_whole(self._path, b"".join(map(_line, kept)))
 
     def add(self, spans: BatchSpans) -> None:
         """``spans``: what this rank has just written. Raises ``OSError``."""

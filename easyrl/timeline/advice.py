@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from easyrl.timeline.spans import BatchSpans, is_rank, rank_lane
-from easyrl.timeline.startup import GROUP, most_at_once
+from easyrl.timeline.spans import GROUP, BatchSpans, is_rank, rank_lane
+from easyrl.timeline.startup import most_at_once
 
 MORE_TRAINING, MORE_INFERENCE = "training devices", "places at inference endpoints"
 WORTH_SAYING = 0.03  # of a batch's time

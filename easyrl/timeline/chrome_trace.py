@@ -16,12 +16,21 @@ from typing import Any
 
 import orjson
 
-from easyrl.timeline.folder import UNFINISHED, TimelineFolder
-from easyrl.timeline.spans import BatchSpans, Span, by_lane, is_endpoint, is_rank
+from easyrl.runtime.whole_files import write_whole
+from easyrl.timeline.folder import TimelineFolder
+from easyrl.timeline.spans import (
+    EVALUATION,
+    REQUEST,
+    BatchSpans,
+    Span,
+    by_lane,
+    is_endpoint,
+    is_rank,
+    spans_of,
+)
 
 FILE = "trace.json"  # in the run's folder
 MOST_EVENTS = 200_000  # about 25 MB, which a browser opens in seconds
-REQUEST, EVALUATION = "request", "evaluation"
 _US = 1e6
 
 
@@ -83,12 +92,8 @@ def in_flight(spans: Sequence[Span]) -> list[tuple[float, int]]:
 
 def write_trace(path: Path, batches: Sequence[BatchSpans]) -> int:
     """Writes a trace of ``batches``, of any ranks; the number of its events. Raises ``OSError``."""
-    spans = [span for batch in batches for span in batch.spans]
-    events = list(trace_events(spans))
-    unfinished = path.with_name(path.name + UNFINISHED)
-    trace = {"traceEvents": events, "displayTimeUnit": "ms"}
-    unfinished.write_bytes(orjson.dumps(trace))
-    unfinished.rename(path)
+    events = list(trace_events(spans_of(batches)))
+    write_whole(path, orjson.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return len(events)
 
 

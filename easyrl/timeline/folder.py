@@ -6,24 +6,18 @@ one before. A damaged one is left out, with a warning: nothing depends on it.
 
 from __future__ import annotations
 
-import gzip
-import logging
 import os
 import re
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from easyrl.runtime.whole_files import UNFINISHED, read_compressed, write_compressed
 from easyrl.timeline.spans import BatchSpans
 
-logger = logging.getLogger(__name__)
-
 FOLDER = "timeline"  # in the run's
-UNFINISHED = ".part"
-LEVEL = 1  # of gzip: it runs beside the next batch, and is to be short
 _NAME = re.compile(r"batch-(\d+)-rank(\d+)\.json\.gz")
 
 
@@ -45,9 +39,7 @@ class TimelineFolder:
         """A rank's batch, in place of what there was. Raises ``OSError``."""
         self.path.mkdir(exist_ok=True)
         file = self.path / f"batch-{spans.batch:08d}-rank{spans.rank}.json.gz"
-        unfinished = file.with_name(file.name + UNFINISHED)
-        unfinished.write_bytes(gzip.compress(msgspec.json.encode(spans), LEVEL, mtime=0))
-        unfinished.rename(file)
+        write_compressed(file, msgspec.json.encode(spans))
 
     def remove_up_to(self, batch: int, rank: int) -> None:
         """The rank's files of ``batch`` and those before it. Raises ``OSError``."""
@@ -72,7 +64,9 @@ class TimelineFolder:
 
     def read(self, batch: int) -> list[BatchSpans]:
         """What each rank has kept of ``batch``, by rank."""
-        found = [_read(file.path) for file in self._files() if file.batch == batch]
+        found = [
+            read_compressed(file.path, _decode) for file in self._files() if file.batch == batch
+        ]
         return sorted((spans for spans in found if spans is not None), key=lambda each: each.rank)
 
     def _files(self) -> Iterator[BatchFile]:
@@ -83,16 +77,5 @@ class TimelineFolder:
                     yield BatchFile(batch, rank, self.path / name)
 
 
-def _read(path: Path) -> BatchSpans | None:
-    try:
-        return msgspec.json.decode(gzip.decompress(path.read_bytes()), type=BatchSpans)
-    except FileNotFoundError:  # the run has removed it meanwhile
-        return None
-    except (OSError, EOFError, zlib.error, ValueError) as error:  # msgspec's are ValueErrors
-        logger.warning(
-            "%s: cannot be read and is left out (%s: %s); remove it, nothing depends on it",
-            path,
-            type(error).__name__,
-            error,
-        )
-        return None
+def _decode(content: bytes) -> BatchSpans:
+    return msgspec.json.decode(content, type=BatchSpans)

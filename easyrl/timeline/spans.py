@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -13,6 +13,11 @@ AddSpan = Callable[..., None]
 
 def ignore_span(*told: str | float, **args: int | str) -> None:
     """An ``AddSpan`` that keeps nothing."""
+
+
+# Names of spans, beside the phases of a rank and the updates of an endpoint's weights:
+REQUEST, EVALUATION = "request", "evaluation"  # of an endpoint: for training, of an evaluation
+GROUP = "group"  # of a producer: a prompt, from its first request to its last score
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -57,6 +62,11 @@ def is_rank(lane: str) -> bool:
 
 def is_endpoint(lane: str) -> bool:
     return lane.startswith("endpoint ")
+
+
+def spans_of(batches: Iterable[BatchSpans]) -> list[Span]:
+    """All that ``batches``, of whatever ranks, have."""
+    return [span for each in batches for span in each.spans]
 
 
 def by_lane(spans: Sequence[Span]) -> dict[str, list[Span]]:

@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from easyrl.timeline.spans import BatchSpans, Span
-
-GROUP = "group"  # the producer's span of a prompt, from its first request to its last score
+from easyrl.timeline.spans import GROUP, BatchSpans, Span, spans_of
 
 
 class StartupTimes(NamedTuple):
@@ -54,7 +52,7 @@ def startup_times(spans: Sequence[Span], prompts_at_once: int) -> StartupTimes |
 
 def startup_times_of(of_ranks: Sequence[BatchSpans]) -> StartupTimes | None:
     """Of one batch of all ranks, as many prompts at once as were."""
-    spans = [span for each in of_ranks for span in each.spans]
+    spans = spans_of(of_ranks)
     return startup_times(spans, max(most_at_once(spans), 1))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,16 @@ from easyrl.timeline.reading import kept_batches, read_batch
 from easyrl.timeline.spans import BatchSpans
 
 NO_PART = "-"
+SECONDS_PER_TOKEN, TRAIN_S = 5e-3, 0.12  # of a response's token, of a micro-batch
+WORK = Workload(
+    batch_size=12,
+    num_generations=4,
+    min_tokens=40,
+    max_tokens=120,
+    max_tokens_per_micro_batch=500,
+    hidden_size=32,
+    num_layers=1,
+)
 
 
 @dataclass(frozen=True)
@@ -50,3 +61,10 @@ class SleepingRun:
             if done.returncode != 0:
                 sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
             return [read_batch(run_dir, number) for number in kept_batches(run_dir)[1:-1]]
+
+
+def seconds_of(batches: Sequence[Sequence[BatchSpans]]) -> float:
+    """A batch's, of the slowest rank; the median."""
+    return statistics.median(
+        max(each.end_s - each.start_s for each in of_ranks) for of_ranks in batches
+    )

@@ -12,26 +12,18 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.parts.accounting.runs import WORK as SLEEPING_WORK
 from benchmarks.parts.end_to_end.ours import run_command
 from benchmarks.parts.overlap.endpoint import SleepingEndpoint
-from benchmarks.parts.overlap.runs import Workload
 from benchmarks.parts.paper.finished_run import FinishedRun, read_run
 from benchmarks.parts.paper.sides import Side
 from benchmarks.parts.paper.small_bench import CONFIG
 from easyrl.demo.build_model import build_tokenizer
 
-WORK = Workload(
-    batch_size=32,
-    num_generations=4,
-    min_tokens=40,
-    max_tokens=120,
-    max_tokens_per_micro_batch=500,
-    hidden_size=32,
-    num_layers=1,
-)
+WORK = replace(SLEEPING_WORK, batch_size=32)
 DEVICES = 16  # that one endpoint and the slowest training stand for
 PLACES = 16  # requests in flight at an endpoint
 GENERATION_S = 10e-3  # of a response's token

@@ -19,6 +19,7 @@ from easyrl.report.packing import unpacked
 from easyrl.report.page import render
 from easyrl.samples.folder import SampleFolder
 from easyrl.samples.records import SampledGroup, SampledResponse
+from easyrl.timeline.accounting import account
 from easyrl.timeline.folder import TimelineFolder
 from easyrl.timeline.spans import Span
 from tests.easyrl.timeline.made_spans import ENDPOINTS, TRAINER, batch, requests
@@ -32,6 +33,11 @@ def words(config):
 
 def found(run_dir: Path) -> Collected:
     return collect(run_dir, lambda run: Verdict("sound", "on-policy: 3 batches"), words)
+
+
+def drawn_of(spans):
+    """What is drawn of one rank's batch."""
+    return unpacked(packed_batch([spans], account([spans])))
 
 
 @pytest.fixture
@@ -118,7 +124,7 @@ def test_a_page_loads_nothing(run_dir: Path) -> None:
 
 
 def test_a_batch_is_packed_from_its_begin() -> None:
-    drawn = unpacked(packed_batch([batch([*TRAINER, *ENDPOINTS], 10.0)]))
+    drawn = drawn_of(batch([*TRAINER, *ENDPOINTS], 10.0))
     assert drawn["seconds"] == 10.0 and drawn["left_out"] == 0
     (rank,) = drawn["ranks"]
     assert ["train", 3.0, 3.0] in rank["spans"]
@@ -152,7 +158,7 @@ def test_lanes_beyond_what_is_drawn_are_counted() -> None:
     from easyrl.report.batches import MOST_LANES
 
     many = [r for i in range(MOST_LANES + 3) for r in requests(f"endpoint http://{i:02}", (1, 2))]
-    drawn = unpacked(packed_batch([batch([*TRAINER, *many], 10.0)]))
+    drawn = drawn_of(batch([*TRAINER, *many], 10.0))
     assert len(drawn["endpoints"]) == MOST_LANES and drawn["left_out"] == 3
 
 
@@ -174,7 +180,7 @@ def test_a_batch_of_many_spans_keeps_the_longest(monkeypatch) -> None:
     monkeypatch.setattr(batches, "MOST_COUNTS", 16)
     spans = [Span("rank 0", "train", float(i), i + 0.1 * i) for i in range(1, 9)]
     many = requests("endpoint http://a", *[(i / 10, i / 10 + 0.05) for i in range(90)])
-    drawn = unpacked(packed_batch([batch([*spans, *many], 20.0)]))
+    drawn = drawn_of(batch([*spans, *many], 20.0))
     (rank,), (endpoint,) = drawn["ranks"], drawn["endpoints"]
     assert [span[1] for span in rank["spans"]] == [7.0, 8.0] and drawn["short_left_out"] == 6
     assert len(endpoint["times"]) <= 16 and max(endpoint["in_flight"]) == 1
