@@ -76,7 +76,7 @@ def main() -> int:
             endpoints.append(opened.enter_context(endpoint))
 
         def measured(case: Case) -> list[list[BatchSpans]]:
-            own = folder / case.name.replace(" ", "-")
+            own = folder / str((*CALIBRATED_ON, *PREDICTED).index(case))
             own.mkdir()
             case.work.write(own, arguments.batches + 2)
             urls = [endpoint.url for endpoint in endpoints[: case.endpoints]]
