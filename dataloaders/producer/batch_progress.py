@@ -13,8 +13,6 @@ class Stream(Protocol):
 
     @property
     def num_trained(self) -> int: ...
-    @property
-    def is_waited_for(self) -> bool: ...
 
 
 class BatchProgress(NamedTuple):
@@ -23,7 +21,6 @@ class BatchProgress(NamedTuple):
     size: int  # that it will have, of all ranks, if no further one is refused or excluded
     arrived: int  # finished and accepted, of all ranks
     trained: int  # of this rank
-    is_waited_for: bool  # this rank's trainer has nothing to do until the next one arrives
 
     @classmethod
     def of(cls, membership: BatchMembership, streams: Sequence[Stream]) -> BatchProgress:
@@ -33,5 +30,4 @@ class BatchProgress(NamedTuple):
             size=min(membership.batch_size, arrived + membership.num_undecided),
             arrived=arrived,
             trained=sum(stream.num_trained for stream in streams),
-            is_waited_for=any(stream.is_waited_for for stream in streams),
         )

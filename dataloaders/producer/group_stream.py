@@ -111,7 +111,6 @@ class GroupStream:
         self.wait_s = 0.0  # time the consumer was blocked
         self.load_s = 0.0  # time the consumer read groups back from the store
         self.first_group_wait_s: float | None = None
-        self.is_waited_for = False  # the consumer is blocked
 
     # ---- the producer's side ---------------------------------------------------------------------
 
@@ -267,13 +266,11 @@ class GroupStream:
     def _receive(self, block: bool) -> bool:
         """Takes what comes next off the queue. False if there is nothing and it may not wait."""
         start = time.monotonic()
-        self.is_waited_for = block
         try:
             item = self._ready.get(block)
         except queue.Empty:
             return False
         finally:
-            self.is_waited_for = False
             self.wait_s += time.monotonic() - start
         if isinstance(item, RewardError):  # the user's to mend, nothing of the producer's
             self._failure = item

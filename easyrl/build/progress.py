@@ -8,12 +8,7 @@ from typing import Protocol
 from easyrl.build.inference import Inference
 from easyrl.dataloaders.producer.batch_progress import BatchProgress
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
-from easyrl.metrics.step_progress import (
-    DOES,
-    WAITS_FOR_ENDPOINTS,
-    WAITS_FOR_GROUPS,
-    StepProgress,
-)
+from easyrl.metrics.step_progress import DOES, WAITS_FOR_ENDPOINTS, StepProgress
 from easyrl.runtime.phase_clock import PhaseClock
 from easyrl.schema import Progress
 from easyrl.trainer.evaluation import ScheduledEvaluation
@@ -49,14 +44,7 @@ class ProgressView:
         )
         batch = self.batches.progress
         if batch is not None:
-            waits = phase == "pack" and batch.is_waited_for
-            seen = replace(
-                seen,
-                does=WAITS_FOR_GROUPS if waits else seen.does,
-                size=batch.size,
-                arrived=batch.arrived,
-                trained=batch.trained,
-            )
+            seen = replace(seen, size=batch.size, arrived=batch.arrived, trained=batch.trained)
         if self.inference is None:
             return seen
         pool, endpoints = self.inference.pool, list(self.inference.pool.endpoints)

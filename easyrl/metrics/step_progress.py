@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 LOOK_EVERY_S = 0.5
-# What the first rank's trainer thread does in each of its phases (docs/architecture.md); "pack" is
-# told apart by whether the thread waits.
+WAITS_FOR_ENDPOINTS = "waits for an endpoint"
+# What the first rank's trainer thread does in each of its phases (docs/architecture.md).
 DOES = {
     "begin": "begins the batch",
     "settle": "waits for the endpoints' proof",
     "report": "reports the step before",
     "save": "copies the state to save",
-    "pack": "trains",
+    "wait": "waits for groups",
+    "pack": "packs micro-batches",
+    "train": "trains",
+    "look_ahead": "prepares open groups",
     "ranks": "waits for the other ranks",
     "evaluation": "waits for the evaluation",
     "check": "checks the batch",
@@ -24,8 +27,6 @@ DOES = {
     "ledger": "writes the batch down",
     "other": "",  # between them, and behind the last step
 }
-WAITS_FOR_GROUPS = "waits for groups"
-WAITS_FOR_ENDPOINTS = "waits for an endpoint"
 
 
 @dataclass(frozen=True)

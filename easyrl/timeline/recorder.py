@@ -60,11 +60,11 @@ class SpanRecorder:
     def phase(self, name: str, start_s: float, end_s: float, args: Mapping[str, int | str]) -> None:
         """What the trainer's thread has done. Phases come in order, without gaps.
 
-        The first one of a batch ends the batch before.
+        The first one of a batch ends the batch before; others interrupt it.
         """
-        if name == FIRST_PHASE:
+        if name == FIRST_PHASE and self._open != (batch := self.batch()):
             self._end_batch(start_s)
-            self._open = self.batch()
+            self._open = batch
         self._phase_end_s = end_s
         self._add(_Recorded(self._lane, name, start_s, end_s, args))
 

@@ -154,13 +154,12 @@ class Trainer:
         """
         progress = self.progress
         start = time.monotonic()
-        with ExitStack() as on_error:
-            with self.clock.phase("begin"):
-                batch = self.rollouts.begin(published.served, progress.position, progress.excluded)
-                on_error.callback(batch.close)
-                evaluation = self._begin_evaluation(is_last=False)
-                if evaluation is not None:
-                    on_error.callback(evaluation.close)
+        with ExitStack() as on_error, self.clock.phase("begin"):
+            batch = self.rollouts.begin(published.served, progress.position, progress.excluded)
+            on_error.callback(batch.close)
+            evaluation = self._begin_evaluation(is_last=False)
+            if evaluation is not None:
+                on_error.callback(evaluation.close)
             with self.clock.phase("settle"):
                 published = self.weight_sync.settle(published)
             self._report(published)
@@ -188,8 +187,9 @@ class Trainer:
                 figures = evaluation.finish()
             self.progress.unevaluated = False
         self._report(published, figures)
-        self.ledger.save_if_due(self.progress)
-        self.ledger.end(self.progress, published.served.digest)
+        with self.clock.phase("save"):
+            self.ledger.save_if_due(self.progress)
+            self.ledger.end(self.progress, published.served.digest)
 
     @property
     def _goes_on(self) -> bool:

@@ -19,7 +19,7 @@ def test_groups_arrive_and_are_trained_row_by_row():
     with LoopThread() as thread:
         batch = begin(thread, generate, 4)
         wait_until(lambda: batch.progress.arrived == 3)
-        assert batch.progress == BatchProgress(4, 3, 0, False)
+        assert batch.progress == BatchProgress(4, 3, 0)
         (stream,) = batch.updates
         drained = stream.drain_ready(10_000)  # of the same length each
         assert len(drained) == 3 and batch.progress.trained == 0
@@ -30,27 +30,27 @@ def test_groups_arrive_and_are_trained_row_by_row():
         assert batch.progress.trained == 1
         waiting = threading.Thread(target=stream.drain_ready, args=[10_000])
         waiting.start()
-        wait_until(lambda: batch.progress.is_waited_for)  # all of the drain before is trained
-        assert batch.progress == BatchProgress(4, 3, 3, True)
+        wait_until(lambda: batch.progress.trained == 3)  # all of the drain before is trained
+        assert batch.progress == BatchProgress(4, 3, 3)
         wait_until(lambda: 3 in generate.gates)
         generate.release(thread, 3)
         waiting.join()
-        assert batch.progress == BatchProgress(4, 4, 3, False)
+        assert batch.progress == BatchProgress(4, 4, 3)
         assert stream.drain_ready(10_000) == []
-        assert batch.progress == BatchProgress(4, 4, 4, False)
+        assert batch.progress == BatchProgress(4, 4, 4)
 
 
 def test_a_refused_group_has_not_arrived_and_the_batch_is_as_large():
     with LoopThread() as thread:
         batch = begin(thread, ScriptedGenerate(range(5)), 4, accept=reject(1))
         wait_until(lambda: batch.membership.complete)
-        assert batch.progress == BatchProgress(4, 4, 0, False)
+        assert batch.progress == BatchProgress(4, 4, 0)
 
 
 def test_a_batch_is_no_larger_than_the_prompts_that_are_left():
     membership = BatchMembership(4, num_left=3)
     membership.decide(0, accepted=False)
-    assert BatchProgress.of(membership, []) == BatchProgress(2, 0, 0, False)
+    assert BatchProgress.of(membership, []) == BatchProgress(2, 0, 0)
 
 
 def test_records_are_there_from_the_start():
@@ -58,7 +58,7 @@ def test_records_are_there_from_the_start():
     batches = RecordBatches([], order=NoPrompts(), batch_size=4)
     assert batches.progress is None
     batches.begin(served, 0)
-    assert batches.progress == BatchProgress(0, 0, 0, False) and batches.num_waiting == 0
+    assert batches.progress == BatchProgress(0, 0, 0) and batches.num_waiting == 0
 
 
 class NoPrompts:

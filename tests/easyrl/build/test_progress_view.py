@@ -38,12 +38,12 @@ def test_a_step_on_rollouts():
     running = SimpleNamespace(answered=(2, 9))
     look = view(
         clock,
-        BatchProgress(8, 5, 2, True),
+        BatchProgress(8, 5, 2),
         inference=parts,
         evaluation=running,
         updates_per_batch=2,
     )
-    with clock.phase("pack"), parts.rewards_busy.task(), parts.rewards_busy.task():
+    with clock.phase("wait"), parts.rewards_busy.task(), parts.rewards_busy.task():
         assert look() == StepProgress(
             step=6,
             does="waits for groups",
@@ -59,10 +59,13 @@ def test_a_step_on_rollouts():
         assert (look().does, look().scoring) == ("takes the optimizer step", 0)
 
 
-def test_the_trainer_trains_where_it_does_not_wait():
+def test_the_innermost_phase_is_told():
     clock = PhaseClock()
+    look = view(clock, BatchProgress(8, 5, 2), inference=inference())
     with clock.phase("pack"):
-        assert view(clock, BatchProgress(8, 5, 2, False), inference=inference())().does == "trains"
+        with clock.phase("train", num_rows=2):
+            assert look().does == "trains"
+        assert look().does == "packs micro-batches"
 
 
 def test_in_an_outage_it_is_endpoints_that_are_waited_for():
@@ -76,7 +79,7 @@ def test_in_an_outage_it_is_endpoints_that_are_waited_for():
 
 def test_a_run_on_records_has_no_requests():
     checkpoints = SimpleNamespace(is_writing=True)
-    looks = view(PhaseClock(), BatchProgress(8, 8, 3, False), checkpoints=checkpoints)
+    looks = view(PhaseClock(), BatchProgress(8, 8, 3), checkpoints=checkpoints)
     assert looks().counts() == "records 8/8  trained 3"
     assert looks().notes() == "writes a checkpoint"
 

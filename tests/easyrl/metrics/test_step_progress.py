@@ -13,7 +13,7 @@ from easyrl.metrics import console, step_progress
 from easyrl.metrics.console import COLUMNS, ConsoleView
 from easyrl.metrics.step_progress import DOES, StepProgress, duration
 from easyrl.runtime.phase_clock import OTHER
-from easyrl.trainer import loop
+from easyrl.trainer import accumulation, loop
 
 MOST = StepProgress(
     step=999,
@@ -230,7 +230,8 @@ def test_durations(seconds, said):
 
 def test_every_phase_of_the_trainer_has_words():
     """Those that the loop names, and what is outside of all of them."""
-    named = set(re.findall(r'clock\.phase\("(\w+)"\)', inspect.getsource(loop)))
+    sources = inspect.getsource(loop) + inspect.getsource(accumulation)
+    named = set(re.findall(r'clock\.phase\("(\w+)"', sources))
     assert named | {OTHER} == set(DOES)
 
 

@@ -50,6 +50,15 @@ def test_a_batch_is_from_its_first_phase_to_the_next_ones(tmp_path: Path) -> Non
     assert [span.name for span in read_spans(tmp_path, 1)] == ["begin", "train"]
 
 
+def test_phases_interrupt_the_first_one(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train("settle", "begin", "report", "begin", "train")
+    run.train("train")
+    run.recorder.close()
+    spans = [span.name for span in read_spans(tmp_path, 0)]
+    assert spans == ["begin", "settle", "begin", "report", "begin", "train"]
+
+
 def test_the_newest_batches_are_kept_and_each_rank_has_files_of_its_own(tmp_path: Path) -> None:
     for rank in (0, 1):
         run = Run(tmp_path, keep=2, rank=rank)
