@@ -20,6 +20,15 @@ from tests.end_to_end.trainer_run import run_trainer, trainer_command
 pytestmark = pytest.mark.runs
 
 STEPS, BATCH, SAMPLES = 4, 4, 4
+# Long enough that a thread which another process holds up for a moment is within the tolerance.
+SLOW = """
+import time
+
+
+def slow(prompt, texts, token_ids):
+    time.sleep(0.1)
+    return [float(len(ids)) for ids in token_ids]
+"""
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -27,10 +36,12 @@ def test_a_run_leaves_a_trace_and_accounts_that_add_up(
     served: Any, tmp_path: Path, mode: str
 ) -> None:
     run_dir = tmp_path / "run"
+    (tmp_path / "slow.py").write_text(SLOW)
     prompts = write_prompts(tmp_path / "prompts.jsonl", BATCH * STEPS, 12)
     options = [
         *(f"run.mode={mode}", f"trainer.batch_size={BATCH}", "timeline.keep=3"),
         *(f"rollout.num_generations={SAMPLES}", "rollout.max_tokens=40", "recipe.kl_coef=0.01"),
+        f"rewards=[{{file: {tmp_path / 'slow.py'}, function: slow}}]",
     ]
     command = trainer_command(run_dir, served.model, prompts, [served.url], *options)
     said = run_trainer(command)
