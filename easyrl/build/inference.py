@@ -64,6 +64,7 @@ class Inference:
     num_shares: int = 1  # ranks that share the endpoints, and each batch
     rewards_busy: BusyTime = field(default_factory=BusyTime)  # of training, not of evaluations
     span: AddSpan = ignore_span  # told what the producers that are made from then on do
+    episodes: EpisodePlayer | None = None  # None: a sample is one response
 
     def rollouts(self) -> RolloutGenerator:
         """A producer of training groups."""
@@ -147,7 +148,11 @@ class Inference:
 
                 async def sample(number: int) -> Completion:
                     seed = sample_seed(config.run.seed, prompt.epoch, prompt.index, number)
-                    made = await self.pool.generate(prompt.token_ids, sampling, seed, place)
+                    if self.episodes is None:
+                        made = await self.pool.generate(prompt.token_ids, sampling, seed, place)
+                    else:
+                        generate = session_of(self.pool, place)
+                        made = await self.episodes.play(prompt, number, sampling, seed, generate)
                     lengths.saw(prompt.index, len(made.token_ids))
                     if leave is not None:
                         leave()
@@ -155,22 +160,27 @@ class Inference:
 
                 yield sample
 
+        scorer = Scorer(
+            config.rewards,
+            config.scoring,
+            self.workers,
+            truncated_reward=truncated_reward,
+            last=room is not None,
+            groups_per_batch=max(groups_per_batch, 1),
+            num_generations=num_generations,
+            busy=busy,
+        )
         return RolloutGenerator(
             self.thread,
             begin_group,
-            Scorer(
-                config.rewards,
-                config.scoring,
-                self.workers,
-                truncated_reward=truncated_reward,
-                last=room is not None,
-                groups_per_batch=max(groups_per_batch, 1),
-                num_generations=num_generations,
-                busy=busy,
-            ),
+            scorer if self.episodes is None else EpisodeScorer(truncated_reward),
             num_generations=num_generations,
             queue_size=config.rollout.queue_size,
-            excluded_by={PromptTooLong: "too_long", PromptRejected: "refused"},
+            excluded_by={
+                PromptTooLong: "too_long",
+                PromptRejected: "refused",
+                EpisodeFailed: "refused",
+            },
             in_prompt_order=in_prompt_order,
             record=record,
             span=self.span if room is None else ignore_span,

@@ -30,7 +30,7 @@ class Dispatcher:
     A group is given its turn when an endpoint has room for it, and the places of its samples are
     held there until they come: the prompt is in that endpoint's prefix cache. A sample leaves its
     group's endpoint only when that is full and no other group waits that could keep the others
-    busy. Groups enter the line together, so turns are given one round of the loop later: the
+    busy; a session (``GroupAssignment.session``) waits for it. Groups enter the line together, so turns are given one round of the loop later: the
     shortest of all goes first, not the first that asked, and none before a group of an earlier
     update (``GroupAssignment.rank``).
 
@@ -234,6 +234,8 @@ class Dispatcher:
             group.release(1)
             if home.has_room:
                 return home
+            if group.stays:
+                return None
             line = self._lines.get(group.need)
             if line is not None and line.num_groups:
                 return None  # the others are kept busy by other groups

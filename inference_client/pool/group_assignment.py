@@ -41,6 +41,7 @@ class GroupAssignment:
     sample_tokens: int  # expected of one sample, prompt and response
     num_samples: int
     is_of_batch: bool = True  # it is trained; not an evaluation's
+    stays: bool = False  # it keeps to its endpoint as long as that can be used, also where it waits
     need: Need = field(init=False)  # of each sample
     endpoint: Endpoint | None = field(default=None, init=False)  # has the prompt in its cache
     spread: bool = field(default=False, init=False)  # its samples go where there is least to do
@@ -48,6 +49,16 @@ class GroupAssignment:
 
     def __post_init__(self) -> None:
         self.need = Need(self.version)
+
+    def session(self) -> GroupAssignment:
+        """Of one of its samples, which asks several times; takes one of the places that are held.
+
+        It begins where the group is, and keeps to that endpoint while it lives.
+        """
+        own = GroupAssignment(self.rank, self.version, self.sample_tokens, 1, self.is_of_batch, True)
+        own.endpoint = self.endpoint
+        self.release(1)
+        return own
 
     def reserve(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint

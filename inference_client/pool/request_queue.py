@@ -40,14 +40,16 @@ Heap = list[tuple[Key, Waiting]]  # keys differ, so that no two ``Waiting`` are 
 class WaitingLine:
     """Samples and groups that wait for endpoints of one version.
 
-    A heap for each endpoint that samples wait for because it holds their prompt, one for each that
-    samples avoid, one for those that take any. A single heap would let a sample that waits for a
-    full endpoint hold up all behind it. Every operation costs O(endpoints + log samples) at most.
+    A heap for each endpoint that samples wait for because it holds their prompt (another one for
+    those that no other endpoint shall have), one for each that samples avoid, one for those that
+    take any. A single heap would let a sample that waits for a full endpoint hold up all behind it.
+    Every operation costs O(endpoints + log samples) at most.
     """
 
     def __init__(self) -> None:
         self._any: Heap = []
         self._home: defaultdict[Endpoint, Heap] = defaultdict(list)
+        self._staying: defaultdict[Endpoint, Heap] = defaultdict(list)
         self._avoiding: defaultdict[Endpoint, Heap] = defaultdict(list)
         self._groups: Heap = []
         self.num_samples = 0
@@ -61,7 +63,7 @@ class WaitingLine:
         if waiting.avoid is not None:
             heap = self._avoiding[waiting.avoid]
         elif waiting.group.endpoint is not None:
-            heap = self._home[waiting.group.endpoint]
+            heap = (self._staying if waiting.group.stays else self._home)[waiting.group.endpoint]
         else:
             heap = self._any
         heapq.heappush(heap, (waiting.key, waiting))
@@ -78,7 +80,7 @@ class WaitingLine:
         Args:
             is_only: no other endpoint will do, so that nobody can avoid this one.
         """
-        heaps = [self._any, self._home[endpoint]]
+        heaps = [self._any, self._home[endpoint], self._staying[endpoint]]
         heaps += [h for avoided, h in self._avoiding.items() if is_only or avoided != endpoint]
         return self._pop_first(heaps)
 
@@ -91,15 +93,14 @@ class WaitingLine:
 
     def first_key(self) -> Key:
         """Of who goes first here, sample or group; ``BEHIND_ALL`` if nobody waits."""
-        heaps = (self._any, *self._home.values(), *self._avoiding.values(), self._groups)
-        return min(map(self._first_key, heaps))
+        return min(map(self._first_key, self._heaps()))
 
     def first_group_key(self) -> Key:
         return self._first_key(self._groups)
 
     def forsake(self, endpoint: Endpoint) -> None:
         """Nothing can be had of ``endpoint`` now: who waited for it takes any."""
-        self._any += self._home.pop(endpoint, [])
+        self._any += self._home.pop(endpoint, []) + self._staying.pop(endpoint, [])
         heapq.heapify(self._any)
 
     def remove(self, waiting: Waiting) -> None:
@@ -112,10 +113,14 @@ class WaitingLine:
                 self.num_samples -= 1
 
     def fail(self, error: Exception) -> None:
-        for heap in (self._any, *self._home.values(), *self._avoiding.values(), self._groups):
+        for heap in self._heaps():
             while (waiting := self._first(heap)) is not None:
                 self.remove(waiting)
                 waiting.place.set_exception(error)
+
+    def _heaps(self) -> list[Heap]:
+        of_endpoints = (self._home, self._staying, self._avoiding)
+        return [self._any, *(heap for each in of_endpoints for heap in each.values()), self._groups]
 
     def _pop_first(self, heaps: list[Heap]) -> Waiting | None:
         filled = [heap for heap in heaps if self._first(heap) is not None]

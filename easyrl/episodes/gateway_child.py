@@ -1,0 +1,144 @@
+"""The trainer's side of the recording gateway: its process, and the sessions that are open there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from easyrl.config import SamplingConfig
+from easyrl.episodes.player import SessionLost
+from easyrl.episodes.session import Session, TurnRefused
+from easyrl.gateway.messages import (
+    HEARTBEAT_S,
+    Answer,
+    Ask,
+    Close,
+    Open,
+    Order,
+    Ready,
+    Refused,
+    Settings,
+    decode_requests,
+    encode,
+)
+from easyrl.gateway.process import ENTRY
+from easyrl.runtime.workers.child_process import Child
+from easyrl.runtime.workers.supervised_child import SupervisedChild
+
+log = logging.getLogger(__name__)
+
+SAMPLING_FIELDS = set(SamplingConfig.model_fields)
+MAX_SILENT_BEATS = 10
+MAX_SILENT_BEATS_AT_START = 120  # it has a tokenizer to load
+
+
+class GatewayChild(SupervisedChild):
+    """One gateway process at a time. Every method belongs to the producer's loop.
+
+    What it asks for is sampled and recorded by the session here; only then is it answered. If the
+    process ends, its sessions are lost (``SessionLost``), and the next session starts another.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(ENTRY, encode(settings))
+        self._sessions: dict[str, Session] = {}
+        self._ready: asyncio.Future[int] | None = None  # the present process's port
+        self._turns: set[asyncio.Task[None]] = set()
+        self._outbox: list[Order] = []
+
+    @asynccontextmanager
+    async def serves(self, session: Session) -> AsyncIterator[str]:
+        """Inside, ``session`` is open at the URL; it fails with ``SessionLost`` if the process ends.
+
+        Raises ``SessionLost`` if none comes up.
+        """
+        self.start()
+        assert self._ready is not None
+        port = await asyncio.shield(self._ready)
+        self._sessions[session.id] = session
+        sampling = session.sampling.model_dump_json(include=SAMPLING_FIELDS)
+        self._post(Open(session.id, session.key, sampling.encode()))
+        try:
+            yield f"http://127.0.0.1:{port}/sessions/{session.id}"
+        finally:
+            if self._sessions.pop(session.id, None) is not None:  # else the process has ended
+                self._post(Close(session.id))
+
+    def start(self) -> None:
+        """Starts the process, if there is none; it loads its tokenizer meanwhile."""
+        if self._ready is None:
+            self._ready = asyncio.get_running_loop().create_future()
+        self.ensure_started()
+
+    async def close(self) -> None:
+        for turn in list(self._turns):
+            turn.cancel()
+        await super().close()
+
+    def on_start(self) -> None:
+        self._num_silent_beats, self._max_silent_beats = 0, MAX_SILENT_BEATS_AT_START
+        asyncio.get_running_loop().call_later(HEARTBEAT_S, self._check_silence, self.child)
+
+    def on_message(self, payload: bytes) -> None:
+        self._num_silent_beats = 0
+        for request in decode_requests(payload):
+            if isinstance(request, Ready):
+                self._max_silent_beats = MAX_SILENT_BEATS
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(request.port)
+                continue
+            turn = asyncio.get_running_loop().create_task(self._turn(request))
+            self._turns.add(turn)
+            turn.add_done_callback(self._turns.discard)
+
+    def on_end(self, how: str) -> None:
+        log.warning("the gateway's process ended: %s; %d episodes", how, len(self._sessions))
+        sessions, self._sessions = self._sessions, {}
+        ready, self._ready, self._outbox = self._ready, None, []
+        lost = SessionLost(f"the gateway's process ended: {how}")
+        for session in sessions.values():
+            session.fail(lost)
+        if ready is not None and not ready.done():
+            ready.set_exception(lost)
+            ready.exception()
+
+    async def _turn(self, asked: Ask) -> None:
+        session, child = self._sessions.get(asked.session), self.child
+        try:
+            if session is None:
+                raise TurnRefused(410, "the episode has ended")
+            prompt_ids = np.frombuffer(asked.prompt_ids, np.int32)
+            made = await session.turn(
+                prompt_ids, asked.max_tokens, asked.stop, asked.stop_token_ids
+            )
+        except TurnRefused as error:
+            answer: Order = Refused(asked.number, error.status, str(error))
+        else:
+            answer = Answer.of(asked.number, made)
+        if child is self.child:  # else it is a number of another process's
+            self._post(answer)
+
+    def _post(self, order: Order) -> None:
+        """Sends it with the others of this turn of the loop."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(order)
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        if outbox:
+            self.send(encode(outbox))
+
+    def _check_silence(self, child: Child | None) -> None:
+        """Kills a process that is silent for too long; checks are counted, not seconds."""
+        if child is not self.child or child is None:
+            return
+        self._num_silent_beats += 1
+        if self._num_silent_beats > self._max_silent_beats:
+            self.kill(f"silent for {self._max_silent_beats * HEARTBEAT_S:.0f} s, and killed")
+        else:
+            asyncio.get_running_loop().call_later(HEARTBEAT_S, self._check_silence, child)

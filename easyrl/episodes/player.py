@@ -1,0 +1,170 @@
+"""Plays episodes: one environment's rollout per sample of a group, against a recording session."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Protocol
+
+from easyrl.config import SamplingConfig
+from easyrl.episodes.session import Generate, Session
+from easyrl.episodes.turns import TurnRecord, episode_completion
+from easyrl.metrics.event_log import Record, ignore
+from easyrl.schema import Completion, Prompt
+from easyrl.timeline.spans import AddSpan, ignore_span
+
+log = logging.getLogger(__name__)
+
+MAX_STARTS = 3  # of an episode whose host, or the gateway, dies
+
+
+class EpisodeFailed(RuntimeError):
+    """An episode has no turn that could be trained; its group is excluded."""
+
+
+class SessionLost(RuntimeError):
+    """A process died that an episode needs: it starts again, with the same seeds."""
+
+
+class RolloutFailed(RuntimeError):
+    """The environment's own code failed, or did nothing for too long; one line."""
+
+
+class Outcome(Protocol):
+    """What an environment says of an episode."""
+
+    @property
+    def reward(self) -> float: ...
+    @property
+    def components(self) -> Mapping[str, float]: ...
+    @property
+    def turn_rewards(self) -> Sequence[float]: ...
+
+
+class Environment(Protocol):
+    """One entry of ``environments``, in processes of its own."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def max_turns(self) -> int: ...
+
+    async def run(
+        self, url: str, key: str, prompt: Prompt, seed: int, idle_s: Callable[[], float]
+    ) -> Outcome:
+        """One rollout to its end, with the model at ``url``.
+
+        ``idle_s``: seconds since it asked for something. Raises ``SessionLost``, ``RolloutFailed``.
+        """
+
+
+class Gateway(Protocol):
+    """Where environments find the model (``GatewayChild``)."""
+
+    def serves(self, session: Session) -> AbstractAsyncContextManager[str]:
+        """Inside, ``session`` is open at the URL. Raises ``SessionLost`` if the process ends."""
+
+
+@dataclass(eq=False)
+class EpisodePlayer:
+    """Plays a rollout for each sample that is asked for. Belongs to the producer's loop."""
+
+    gateway: Gateway
+    environments: Sequence[Environment]
+    choose: Callable[[Prompt], int]  # which of them plays a prompt: the same after a restart
+    _: KW_ONLY
+    applies_stop_strings: Callable[[], bool] = lambda: True  # all endpoints, now
+    record: Record = ignore
+    span: AddSpan = ignore_span
+    num_restarts: int = field(default=0, init=False)
+
+    async def play(
+        self, prompt: Prompt, number: int, sampling: SamplingConfig, seed: int, generate: Generate
+    ) -> Completion:
+        """The episode of sample ``number``. Raises what ``generate`` does, ``EpisodeFailed``.
+
+        A rollout that fails behind its first turn is an episode with a ``failure`` and no reward.
+        """
+        environment = self.environments[self.choose(prompt)]
+        why = ""
+        for _ in range(MAX_STARTS):
+            session = Session(
+                prompt,
+                sampling,
+                seed,
+                generate,
+                applies_stop_strings=self.applies_stop_strings(),
+                max_turns=environment.max_turns,
+            )
+            try:
+                return await self._episode(environment, session, number)
+            except SessionLost as error:
+                why = str(error)
+                self.num_restarts += 1
+                self.record(
+                    "episode_restarted",
+                    epoch=prompt.epoch,
+                    index=prompt.index,
+                    sample=number,
+                    problem=why,
+                )
+                log.warning("environment %s: %s; its episode starts again", environment.name, why)
+        raise EpisodeFailed(f"environment {environment.name}: {MAX_STARTS} times {why}")
+
+    async def _episode(
+        self, environment: Environment, session: Session, number: int
+    ) -> Completion:
+        prompt = session.prompt
+        start_s = time.monotonic()
+        try:
+            async with self.gateway.serves(session) as url:
+                rollout = asyncio.ensure_future(
+                    environment.run(url, session.key, prompt, session.seed, lambda: session.idle_s)
+                )
+                try:
+                    await asyncio.wait(
+                        [rollout, session.failed], return_when=asyncio.FIRST_COMPLETED
+                    )
+                    if session.failed.done():
+                        session.failed.result()  # raises what the run ends with
+                finally:
+                    if not rollout.done():
+                        rollout.cancel()
+                        with suppress(asyncio.CancelledError, Exception):
+                            await rollout
+        finally:
+            await session.close()
+        if session.failed.done():  # while the last turns were sampled
+            session.failed.result()
+        self.span("episode", start_s, time.monotonic(), index=prompt.index, sample=number)
+        return self._completion(environment, session.records, rollout)
+
+    def _completion(
+        self,
+        environment: Environment,
+        records: Sequence[TurnRecord],
+        rollout: asyncio.Future[Outcome],
+    ) -> Completion:
+        try:
+            outcome = rollout.result()
+        except RolloutFailed as error:
+            if not records:
+                raise EpisodeFailed(f"environment {environment.name}: {error}") from error
+            return episode_completion(records, environment.name, 0.0, failure=str(error))
+        if not records:
+            raise EpisodeFailed(f"environment {environment.name}: it asked the model for nothing")
+        given = tuple(float(reward) for reward in outcome.turn_rewards)
+        if len(given) not in (0, len(records)):
+            failure = f"it gave {len(given)} turn rewards for {len(records)} turns"
+            return episode_completion(records, environment.name, 0.0, failure=failure)
+        return episode_completion(
+            records,
+            environment.name,
+            float(outcome.reward),
+            components=dict(outcome.components),
+            turn_rewards=given,
+        )

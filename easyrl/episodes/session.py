@@ -1,0 +1,151 @@
+"""A session: the turns of one episode, each recorded before anybody sees its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass, field
+
+import numpy as np
+
+from easyrl.config import SamplingConfig
+from easyrl.episodes.turns import TurnRecord
+from easyrl.inference_client.errors import PromptRejected, PromptTooLong
+from easyrl.schema import Completion, Prompt
+
+# int32 [P], sampling, seed → what an endpoint of the session's version samples
+Generate = Callable[[np.ndarray, SamplingConfig, int], Awaitable[Completion]]
+
+BAD_REQUEST, GONE, UNAVAILABLE = 400, 410, 503  # HTTP
+
+
+class TurnRefused(Exception):
+    """A turn that is not sampled; ``status`` is HTTP's."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(eq=False)
+class Session:
+    """One attempt at one sample of a group: a version of the policy, and what it was asked.
+
+    Every method belongs to the producer's loop.
+    """
+
+    prompt: Prompt
+    sampling: SamplingConfig  # of every turn; an environment may shorten one, no more
+    seed: int  # of the sample
+    generate: Generate
+    _: KW_ONLY
+    applies_stop_strings: bool = True  # all endpoints do
+    max_turns: int = 1000
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    key: str = field(default_factory=lambda: secrets.token_hex(16))  # of HTTP
+    records: list[TurnRecord] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked_s = time.monotonic()
+        self._num_asked: Counter[bytes] = Counter()  # by digest of the prompt
+        self._running: set[asyncio.Task[Completion]] = set()
+        self._num_turns = 0
+        self._is_open = True
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which nothing was asked; 0 while something is sampled."""
+        return 0.0 if self._running else time.monotonic() - self._asked_s
+
+    def fail(self, error: Exception) -> None:
+        """The episode cannot go on, whatever its environment does."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+            self.failed.exception()  # nobody may be there to ask
+
+    async def turn(
+        self,
+        prompt_ids: np.ndarray,
+        max_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        stop_token_ids: tuple[int, ...] = (),
+    ) -> Completion:
+        """What the policy samples behind ``prompt_ids``, int32 [P]; recorded when this returns.
+
+        A turn that was begun is sampled to its end and recorded, also if its client is gone and
+        this is cancelled. Raises ``TurnRefused``.
+        """
+        sampling = self._sampling(max_tokens, stop, stop_token_ids)
+        if not len(prompt_ids):
+            raise TurnRefused(BAD_REQUEST, "the prompt has no tokens")
+        if not self._is_open:
+            raise TurnRefused(GONE, "the episode has ended")
+        if self._num_turns >= self.max_turns:
+            raise TurnRefused(BAD_REQUEST, f"an episode has at most {self.max_turns} turns")
+        self._num_turns += 1
+        task = asyncio.create_task(self._sample(prompt_ids, sampling))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """No further turn; returns when those that were begun are recorded."""
+        self._is_open = False
+        while self._running:
+            await asyncio.wait(list(self._running))
+
+    async def _sample(self, prompt_ids: np.ndarray, sampling: SamplingConfig) -> Completion:
+        seed = self._turn_seed(prompt_ids)
+        try:
+            completion = await self.generate(prompt_ids, sampling, seed)
+        except PromptTooLong as error:
+            raise TurnRefused(BAD_REQUEST, f"context_length_exceeded: {error.reason}") from None
+        except PromptRejected as error:
+            raise TurnRefused(BAD_REQUEST, error.reason) from None
+        except Exception as error:  # the run's: the sample raises it
+            self.fail(error)
+            raise TurnRefused(UNAVAILABLE, f"the run is interrupted: {error}") from error
+        self.records.append(TurnRecord(prompt_ids, completion))
+        return completion
+
+    def _ended(self, task: asyncio.Task[Completion]) -> None:
+        self._running.discard(task)
+        self._asked_s = time.monotonic()
+        if not task.cancelled():
+            task.exception()  # told to the client, if there is one
+
+    def _turn_seed(self, prompt_ids: np.ndarray) -> int:
+        """The same after a restart of the episode, in whatever order turns are asked for; another
+        one where the same is asked again."""
+        digest = hashlib.blake2b(prompt_ids.astype("<i4").tobytes(), digest_size=16).digest()
+        number = self._num_asked[digest]
+        self._num_asked[digest] += 1
+        key = f"{self.seed}:{digest.hex()}:{number}".encode()
+        return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") >> 1
+
+    def _sampling(
+        self, max_tokens: int | None, stop: tuple[str, ...], stop_token_ids: tuple[int, ...]
+    ) -> SamplingConfig:
+        own = self.sampling
+        if stop and not (own.stop or self.applies_stop_strings):
+            raise TurnRefused(
+                BAD_REQUEST,
+                "stop: an endpoint of the run cannot apply stop strings; use stop_token_ids, or "
+                "vLLM servers with a tokenizer",
+            )
+        if max_tokens is not None and max_tokens < 1:
+            raise TurnRefused(BAD_REQUEST, f"max_tokens is {max_tokens}, at least 1")
+        changed: dict[str, object] = {}
+        if max_tokens is not None and max_tokens < own.max_tokens:
+            changed["max_tokens"] = max_tokens
+            changed["min_tokens"] = min(own.min_tokens, max_tokens)
+        if more := [text for text in stop if text not in own.stop]:
+            changed["stop"] = [*own.stop, *more]
+        if more_ids := [token for token in stop_token_ids if token not in own.stop_token_ids]:
+            changed["stop_token_ids"] = [*own.stop_token_ids, *more_ids]
+        return own.model_copy(update=changed) if changed else own
