@@ -6,12 +6,12 @@ batch, ``easyrl verify`` to what was trained.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from easyrl.config import SamplingConfig
-from easyrl.schema import Completion
+from easyrl.schema import Completion, Episode, Turn
 
 FINISH_REASONS = ("stop", "length")
 MISSING_LOGPROB = -9999.0  # vLLM writes this where a log-probability is NaN or was not recorded
@@ -71,6 +71,8 @@ def completion_problem(
     completion: Completion, limits: CompletionLimits = INT32_ALONE
 ) -> str | None:
     """Why ``completion`` cannot be trained, naming the field; None if it can."""
+    if completion.episode is not None:
+        return _episode_problem(completion, completion.episode, limits)
     token_ids, logprobs = completion.token_ids, completion.logprobs
     num_tokens = len(token_ids)
     if num_tokens == 0:
@@ -114,6 +116,54 @@ def _end_problem(completion: Completion, limits: CompletionLimits) -> str | None
         f"finish_reason is 'stop' after token {last}, but responses end with one of "
         f"{str(sorted(limits.end_ids)):.100} (if the server ends them there by its own tokenizer "
         "or generation_config.json, add it to stop_token_ids)"
+    )
+
+
+def _episode_problem(
+    completion: Completion, episode: Episode, limits: CompletionLimits
+) -> str | None:
+    """Each turn has to be a response, and all else the environment's."""
+    at, mask = 0, np.zeros(len(completion.token_ids), dtype=bool)
+    for number, turn in enumerate(episode.turns):
+        if turn.start != at or not turn.start <= turn.sampled < turn.end:
+            return f"turn {number}: tokens {turn.start} to {turn.end} do not follow {at}"
+        if turn.parent is not None and not 0 <= turn.parent < number:
+            return f"turn {number}: continues turn {turn.parent}, which is not before it"
+        if turn.parent is None and turn.sampled == turn.start:
+            return f"turn {number}: has no prompt"
+        at = turn.end
+        mask[turn.sampled : turn.end] = True
+        # a shorter one may have been asked for, and other stops than training's
+        own = replace(limits, min_tokens=0, end_ids=None, cut_at=None)
+        if problem := completion_problem(_of_turn(completion, turn), own):
+            return f"turn {number}: {problem}"
+    if at != len(completion.token_ids) or not episode.turns:
+        return f"token_ids: {len(completion.token_ids)} tokens, its turns have {at}"
+    if len(completion.loss_mask) != at or (completion.loss_mask != mask).any():
+        return "loss_mask: is not of the sampled tokens"
+    if len(episode.turn_rewards) not in (0, len(episode.turns)):
+        return f"turn_rewards: {len(episode.turn_rewards)} of {len(episode.turns)} turns"
+    if completion.token_ids.min() < 0 or completion.token_ids.max() >= limits.vocab_size:
+        return f"token_ids: not all are below {limits.vocab_size}, the policy's vocabulary"
+    return None
+
+
+def _of_turn(completion: Completion, turn: Turn) -> Completion:
+    """The response that a turn is."""
+    where = slice(turn.sampled, turn.end)
+    spans = tuple(
+        span._replace(start=span.start - turn.sampled, end=span.end - turn.sampled)
+        for span in completion.version_spans
+        if turn.sampled <= span.start < turn.end
+    )
+    return replace(
+        completion,
+        token_ids=completion.token_ids[where],
+        logprobs=completion.logprobs[where],
+        loss_mask=completion.loss_mask[where],
+        version_spans=spans,
+        finish_reason=turn.finish_reason,
+        episode=None,
     )
 
 

@@ -302,9 +302,48 @@ class VersionSpan(NamedTuple):
     end: int
 
 
+class Turn(NamedTuple):
+    """One request of an episode: its completion's tokens [start, end), sampled from ``sampled`` on.
+
+    What stands before that is what the environment wrote.
+    """
+
+    # number of the turn that it continues: that one's tokens, and its ancestors', stand before it;
+    # None: nothing does
+    parent: int | None
+    start: int
+    sampled: int
+    end: int
+    finish_reason: str  # "stop" or "length"
+    endpoint: str  # URL
+    proof: int  # as a completion's
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What an environment has made of one sample: a tree of turns, and what it says of it."""
+
+    turns: tuple[Turn, ...]  # as they were recorded; parents before children
+    environment: str  # its name in the configuration
+    reward: float
+    components: Mapping[str, float]  # its metrics
+    turn_rewards: tuple[float, ...] = ()  # of each turn; empty: there are none
+    failure: str | None = None  # why the environment has not come to its end; one line
+
+    @property
+    def num_branches(self) -> int:
+        """Turns that no other one continues."""
+        return len(self.turns) - len({turn.parent for turn in self.turns} - {None})
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One response, token ids as the server sampled them."""
+    """One response, token ids as the server sampled them; or one episode.
+
+    An episode stands for itself, its group's prompt is not put before it: ``token_ids`` are those
+    of its turns one after another, each once, and ``loss_mask`` is true exactly of those that were
+    sampled. ``logprobs`` of the others are zero, and ``version_spans`` leave them out.
+    """
 
     token_ids: np.ndarray  # int32 [R]
     logprobs: np.ndarray  # float32 [R], the server's, of the sampled tokens
@@ -313,6 +352,14 @@ class Completion:
     endpoint: str  # URL; empty: nobody sampled it, it was given
     loss_mask: np.ndarray  # bool [R], tokens that are trained
     proof: int = 0  # number of its endpoint's last good proof of its weights when it came; 0: none
+    episode: Episode | None = None
+
+    @property
+    def made_by(self) -> tuple[tuple[str, int], ...]:
+        """Endpoint and number of its proof, of the response or of each turn."""
+        if self.episode is None:
+            return ((self.endpoint, self.proof),)
+        return tuple((turn.endpoint, turn.proof) for turn in self.episode.turns)
 
     @property
     def truncated(self) -> bool:
@@ -401,7 +448,7 @@ class GroupOutcome(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True
             outcome=outcome,
             digest=group.digest,
             stamped=sorted({span.version for c in group.completions for span in c.version_spans}),
-            endpoints=sorted({c.endpoint for c in group.completions} - {""}),
+            endpoints=sorted({url for c in group.completions for url, _ in c.made_by} - {""}),
             reason=group.refused,
             exclusion=None if group.excluded is None else group.excluded.kind,
             recovered=recovered,
@@ -472,6 +519,7 @@ class SampleKey(NamedTuple):
     epoch: int
     prompt: int  # its index
     sample: int  # of its group's responses
+    part: int = 0  # of an episode
 
 
 @dataclass(frozen=True, slots=True)

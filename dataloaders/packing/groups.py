@@ -6,6 +6,8 @@ of its sequences. Loss and gradients are the same: a token's hidden state depend
 ``none``: nothing is shared, the prompt stands before each response. ``padded``: as ``none``, for
 models that run a row as a padded batch.
 
+Groups of episodes are packed as ``tree`` where ``prompt`` is said: what they share is not one prompt.
+
 Which tokens are trained, with what advantages and weights, is the recipe's business.
 """
 
@@ -17,10 +19,18 @@ from typing import Literal
 import numpy as np
 
 from easyrl.dataloaders.packing.cost import DEFAULT_COST, RowCost
+from easyrl.dataloaders.packing.episodes import branch_parts
 from easyrl.dataloaders.packing.plans import PromptRows, RowPlan, TreeRows
 from easyrl.dataloaders.packing.row import TrainedSequence, packed_row
 from easyrl.dataloaders.packing.unshared import PaddedRows, UnsharedRows
-from easyrl.schema import MicroBatch, SampleKey, TrainedGroup
+from easyrl.schema import (
+    Completion,
+    Key,
+    MicroBatch,
+    SampleKey,
+    TrainedGroup,
+    TrainedResponse,
+)
 
 Packing = Literal["prompt", "tree", "none", "padded"]
 _PLANS: dict[Packing, type[RowPlan]] = {
@@ -58,8 +68,14 @@ def pack_groups(
             members.append(list(range(first, len(sequences))))
     if not sequences:
         return []
+    if packing == "prompt" and any(map(_has_episodes, groups)):
+        packing = "tree"
     plan = _PLANS[packing](sequences, members, max_tokens_per_micro_batch, cost, whole_groups)
     return [packed_row(sequences, plan.order_of(row)) for row in plan.rows(keep_order)]
+
+
+def _has_episodes(trained: TrainedGroup) -> bool:
+    return any(completion.episode is not None for completion in trained.group.completions)
 
 
 def _sequences(trained: TrainedGroup) -> list[TrainedSequence]:
@@ -69,6 +85,9 @@ def _sequences(trained: TrainedGroup) -> list[TrainedSequence]:
     sequences = []
     for response in trained.responses:
         completion = group.completions[response.sample]
+        if completion.episode is not None:
+            sequences += _of_episode(group.prompt.key, completion, response)
+            continue
         assert len(completion.token_ids) == len(completion.logprobs)
         assert len(response.tokens) == len(response.advantages) == len(response.loss_weights) > 0
         sequences.append(
@@ -85,3 +104,22 @@ def _sequences(trained: TrainedGroup) -> list[TrainedSequence]:
             )
         )
     return sequences
+
+
+def _of_episode(
+    prompt: Key, completion: Completion, response: TrainedResponse
+) -> list[TrainedSequence]:
+    return [
+        TrainedSequence(
+            SampleKey(*prompt, response.sample, part.number),
+            part.endpoint,
+            part.token_ids,
+            part.prompt_length,
+            part.trained,
+            completion.logprobs[response.tokens[part.chosen]],
+            response.advantages[part.chosen],
+            response.loss_weights[part.chosen],
+            None if response.returns is None else response.returns[part.chosen],
+        )
+        for part in branch_parts(completion, response.tokens)
+    ]

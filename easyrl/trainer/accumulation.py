@@ -353,7 +353,8 @@ class Accumulator:
 
 def _endpoints(trained: TrainedGroup) -> set[str]:
     """That made the responses which are trained."""
-    return {trained.group.completions[r.sample].endpoint for r in trained.responses}
+    made = (trained.group.completions[r.sample].made_by for r in trained.responses)
+    return {url for of_response in made for url, _ in of_response}
 
 
 def _refuse_off_policy(group: RolloutGroup, accepted: frozenset[str]) -> None:

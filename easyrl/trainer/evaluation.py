@@ -112,7 +112,7 @@ class Evaluator:
         return Judged(
             sum(score is not None and score >= self.config.threshold for score in said),
             group.excluded,
-            tuple((c.endpoint, c.proof) for c in group.completions),
+            tuple(made for completion in group.completions for made in completion.made_by),
         )
 
     def metrics(self, judged: Mapping[int, Judged], seconds: float) -> dict[str, float]:
@@ -156,7 +156,7 @@ class Judged(NamedTuple):
 
     num_correct: int
     excluded: Exclusion | None
-    made_by: tuple[tuple[str, int], ...]  # of each response: endpoint and number of its proof
+    made_by: tuple[tuple[str, int], ...]  # of each response, or turn: endpoint and number of its proof
 
 
 class RunningEvaluation:

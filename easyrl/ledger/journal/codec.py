@@ -11,7 +11,17 @@ from blake3 import blake3
 
 from easyrl.completion_check import CompletionLimits, completion_problem
 from easyrl.dataloaders.producer.group_stream import Piece
-from easyrl.schema import Completion, Exclusion, Key, Prompt, RolloutGroup, Score, VersionSpan
+from easyrl.schema import (
+    Completion,
+    Episode,
+    Exclusion,
+    Key,
+    Prompt,
+    RolloutGroup,
+    Score,
+    Turn,
+    VersionSpan,
+)
 
 T = TypeVar("T")
 
@@ -35,6 +45,15 @@ class Header(_Struct):
     version: str  # run:attempt:v
 
 
+class _Episode(_Struct):
+    turns: list[Turn]
+    environment: str
+    reward: float
+    components: dict[str, float]
+    turn_rewards: tuple[float, ...]
+    failure: str | None
+
+
 class _Completion(_Struct):
     token_ids: bytes  # int32 [R]
     logprobs: bytes  # float32 [R]
@@ -43,6 +62,7 @@ class _Completion(_Struct):
     version_spans: list[tuple[str, int, int]]
     endpoint: str
     proof: int
+    episode: _Episode | None = None
 
 
 class _Score(_Struct):
@@ -76,8 +96,12 @@ class GroupRecord(_Struct):
 
     @property
     def made_by(self) -> list[tuple[str, int]]:
-        """Endpoint and number of its proof, of each completion."""
-        return [(completion.endpoint, completion.proof) for completion in self.completions]
+        """Endpoint and number of its proof, of each response or turn."""
+        made = []
+        for each in self.completions:
+            of = [each] if each.episode is None else each.episode.turns
+            made += [(one.endpoint, one.proof) for one in of]
+        return made
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -150,6 +174,7 @@ def to_record(group: RolloutGroup, weights: str) -> GroupRecord:
                 [(span.version, span.start, span.end) for span in completion.version_spans],
                 completion.endpoint,
                 completion.proof,
+                _stored_episode(completion.episode),
             )
             for completion in group.completions
         ],
@@ -259,6 +284,33 @@ def _completion(stored: _Completion) -> Completion:
         endpoint=stored.endpoint,
         loss_mask=np.frombuffer(stored.loss_mask, np.uint8) != 0,
         proof=stored.proof,
+        episode=_episode(stored.episode),
+    )
+
+
+def _stored_episode(episode: Episode | None) -> _Episode | None:
+    if episode is None:
+        return None
+    return _Episode(
+        list(episode.turns),
+        episode.environment,
+        episode.reward,
+        dict(episode.components),
+        episode.turn_rewards,
+        episode.failure,
+    )
+
+
+def _episode(stored: _Episode | None) -> Episode | None:
+    if stored is None:
+        return None
+    return Episode(
+        tuple(stored.turns),
+        stored.environment,
+        stored.reward,
+        stored.components,
+        stored.turn_rewards,
+        stored.failure,
     )
 
 

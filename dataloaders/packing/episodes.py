@@ -1,0 +1,79 @@
+"""Sequences of an episode: its tree's branches, each trained token in exactly one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from easyrl.schema import Completion, Turn
+
+
+class BranchPart(NamedTuple):
+    """The turns of a branch that one endpoint has sampled, and no earlier branch has."""
+
+    number: int  # of the episode's parts, whichever tokens are trained
+    endpoint: str  # URL
+    token_ids: np.ndarray  # int32, from the branch's root to the last trained token
+    prompt_length: int  # up to the first trained turn's first sampled token
+    chosen: np.ndarray  # int64 [n], which of the trained tokens these are
+    trained: np.ndarray  # int64 [n], their places in ``token_ids``
+
+
+def branch_parts(completion: Completion, tokens: np.ndarray) -> list[BranchPart]:
+    """The parts of an episode in which one of ``tokens`` is; int64 [n], places, rising.
+
+    A turn that several branches go through belongs to the first of them.
+    """
+    assert completion.episode is not None
+    turns = completion.episode.turns
+    turn_of = np.searchsorted([turn.end for turn in turns], tokens, side="right")
+    parts = []
+    for number, (members, endpoint) in enumerate(_parts(turns)):
+        chosen = np.flatnonzero(np.isin(turn_of, members))
+        if not len(chosen):
+            continue
+        path = _path(turns, members[-1])
+        starts = dict(zip(path, _offsets(turns, path), strict=True))
+        shift = np.array([starts[int(t)] - turns[int(t)].start for t in turn_of[chosen]])
+        trained = tokens[chosen] + shift
+        branch = np.concatenate([completion.token_ids[turns[t].start : turns[t].end] for t in path])
+        first = members[0]
+        prompt_length = starts[first] + turns[first].sampled - turns[first].start
+        parts.append(
+            BranchPart(
+                number, endpoint, branch[: trained[-1] + 1], prompt_length, chosen, trained
+            )
+        )
+    return parts
+
+
+def _parts(turns: Sequence[Turn]) -> list[tuple[list[int], str]]:
+    """Turns of one branch and endpoint, by number, and that endpoint."""
+    leaf_of: dict[int, int] = {}
+    first_child: dict[int, int] = {}
+    for number, turn in enumerate(turns):
+        if turn.parent is not None:
+            first_child.setdefault(turn.parent, number)
+    for number in reversed(range(len(turns))):
+        child = first_child.get(number)
+        leaf_of[number] = number if child is None else leaf_of[child]
+    parts: dict[tuple[int, str], list[int]] = {}
+    for number, turn in enumerate(turns):
+        parts.setdefault((leaf_of[number], turn.endpoint), []).append(number)
+    return [(members, endpoint) for (_, endpoint), members in parts.items()]
+
+
+def _path(turns: Sequence[Turn], number: int) -> list[int]:
+    """From the root to turn ``number``."""
+    path = [number]
+    while (parent := turns[path[-1]].parent) is not None:
+        path.append(parent)
+    return path[::-1]
+
+
+def _offsets(turns: Sequence[Turn], path: Sequence[int]) -> list[int]:
+    """Where each turn of ``path`` begins in it."""
+    lengths = [turns[t].end - turns[t].start for t in path]
+    return [sum(lengths[:i]) for i in range(len(lengths))]

@@ -1,0 +1,91 @@
+"""Turns of an episode, as they were recorded, and the completion that they are together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from easyrl.schema import Completion, Episode, Turn, VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """One request to the model, and its answer."""
+
+    prompt_ids: np.ndarray  # int32 [P], all that the model was shown
+    completion: Completion  # what it sampled
+
+    @property
+    def path(self) -> bytes:
+        """All of its tokens, int32."""
+        parts = (self.prompt_ids, self.completion.token_ids)
+        return b"".join(part.astype("<i4").tobytes() for part in parts)
+
+
+def episode_completion(
+    records: Sequence[TurnRecord],
+    environment: str,
+    reward: float,
+    *,
+    components: Mapping[str, float] | None = None,
+    turn_rewards: tuple[float, ...] = (),
+    failure: str | None = None,
+) -> Completion:
+    """The tree of ``records``, at least one, in the order in which they were recorded.
+
+    A turn whose prompt begins with another's tokens, prompt and answer, continues the longest such
+    path, the newest of equal ones. Any other prompt, of a history that was tokenised anew, cut or
+    begun by another agent, is a root: nothing is aligned.
+    """
+    assert records
+    paths: list[bytes] = []
+    turns: list[Turn] = []
+    tokens: list[np.ndarray] = []
+    at = 0
+    for record in records:
+        made = record.completion
+        shown = record.prompt_ids.astype("<i4").tobytes()
+        parent, known = _continued(shown, paths)
+        new = record.prompt_ids[known:]
+        sampled = at + len(new)
+        end = sampled + len(made.token_ids)
+        turns.append(
+            Turn(parent, at, sampled, end, made.finish_reason, made.endpoint, made.proof)
+        )
+        tokens += [new, made.token_ids]
+        paths.append(record.path)
+        at = end
+    mask = np.zeros(at, dtype=bool)
+    logprobs = np.zeros(at, dtype=np.float32)
+    spans: list[VersionSpan] = []
+    for turn, record in zip(turns, records, strict=True):
+        mask[turn.sampled : turn.end] = True
+        logprobs[turn.sampled : turn.end] = record.completion.logprobs
+        spans += [
+            VersionSpan(span.version, turn.sampled + span.start, turn.sampled + span.end)
+            for span in record.completion.version_spans
+        ]
+    last = records[-1].completion
+    return Completion(
+        token_ids=np.concatenate(tokens).astype(np.int32),
+        logprobs=logprobs,
+        finish_reason=last.finish_reason,
+        version_spans=tuple(spans),
+        endpoint=last.endpoint,
+        loss_mask=mask,
+        proof=last.proof,
+        episode=Episode(
+            tuple(turns), environment, reward, dict(components or {}), turn_rewards, failure
+        ),
+    )
+
+
+def _continued(shown: bytes, paths: Sequence[bytes]) -> tuple[int | None, int]:
+    """The turn that a prompt continues, and how many tokens of it are that one's."""
+    parent, known = None, 0
+    for number, path in enumerate(paths):
+        if known <= len(path) <= len(shown) and shown.startswith(path):
+            parent, known = number, len(path)
+    return parent, known // 4
