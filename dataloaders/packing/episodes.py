@@ -42,9 +42,7 @@ def branch_parts(completion: Completion, tokens: np.ndarray) -> list[BranchPart]
         first = members[0]
         prompt_length = starts[first] + turns[first].sampled - turns[first].start
         parts.append(
-            BranchPart(
-                number, endpoint, branch[: trained[-1] + 1], prompt_length, chosen, trained
-            )
+            BranchPart(number, endpoint, branch[: trained[-1] + 1], prompt_length, chosen, trained)
         )
     return parts
 

@@ -6,7 +6,7 @@ of its sequences. Loss and gradients are the same: a token's hidden state depend
 ``none``: nothing is shared, the prompt stands before each response. ``padded``: as ``none``, for
 models that run a row as a padded batch.
 
-Groups of episodes are packed as ``tree`` where ``prompt`` is said: what they share is not one prompt.
+Episodes are packed as ``tree`` where ``prompt`` is said: what they share is not one prompt.
 
 Which tokens are trained, with what advantages and weights, is the recipe's business.
 """

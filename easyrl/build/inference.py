@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from easyrl.build.accumulation import is_interruption
+from easyrl.build.episodes import open_episodes, session_of
 from easyrl.build.servers import StartedServers
 from easyrl.completion_check import Vocabulary
 from easyrl.config import (
@@ -19,6 +20,8 @@ from easyrl.config import (
     SamplingConfig,
 )
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
+from easyrl.episodes.player import EpisodeFailed, EpisodePlayer
+from easyrl.episodes.scorer import EpisodeScorer
 from easyrl.inference_client.adapter_names import AdapterNames
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.errors import (
@@ -262,7 +265,8 @@ def open_inference(
             f"inference.endpoints: {error}\n(start the servers, or correct their URLs; raise "
             "inference.startup_timeout_s for servers that take longer)"
         ) from error
-    return Inference(config, thread, workers, pool, api_keys, record, num_shares)
+    episodes = open_episodes(config, opened, thread, pool, record)
+    return Inference(config, thread, workers, pool, api_keys, record, num_shares, episodes=episodes)
 
 
 def inference_settings(config: Config) -> InferenceConfig:

@@ -1,4 +1,4 @@
-"""Episodes: tools, several turns and anyone's environment, with exactly the tokens that were sampled.
+"""Episodes: samples of several turns, with exactly the tokens that were sampled.
 
 Consumes a group's samples as the producer asks for them; an environment plays each one, in a
 process of its own, against the recording gateway. Waits for the environment's end. Unblocked by

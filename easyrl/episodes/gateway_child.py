@@ -1,4 +1,4 @@
-"""The trainer's side of the recording gateway: its process, and the sessions that are open there."""
+"""The recording gateway as the trainer sees it: its process, and the sessions open there."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from easyrl.config import SamplingConfig
-from easyrl.episodes.player import SessionLost
-from easyrl.episodes.session import Session, TurnRefused
+from easyrl.episodes.session import Session, SessionLost, TurnRefused
 from easyrl.gateway.messages import (
     HEARTBEAT_S,
     Answer,
@@ -46,19 +45,17 @@ class GatewayChild(SupervisedChild):
     def __init__(self, settings: Settings) -> None:
         super().__init__(ENTRY, encode(settings))
         self._sessions: dict[str, Session] = {}
-        self._ready: asyncio.Future[int] | None = None  # the present process's port
+        self._ready: asyncio.Future[tuple[int, str | None]] | None = None  # of the process
         self._turns: set[asyncio.Task[None]] = set()
         self._outbox: list[Order] = []
 
     @asynccontextmanager
     async def serves(self, session: Session) -> AsyncIterator[str]:
-        """Inside, ``session`` is open at the URL; it fails with ``SessionLost`` if the process ends.
+        """Inside, ``session`` is open at the URL; it fails if the process ends (``SessionLost``).
 
         Raises ``SessionLost`` if none comes up.
         """
-        self.start()
-        assert self._ready is not None
-        port = await asyncio.shield(self._ready)
+        port, _ = await self._started()
         self._sessions[session.id] = session
         sampling = session.sampling.model_dump_json(include=SAMPLING_FIELDS)
         self._post(Open(session.id, session.key, sampling.encode()))
@@ -68,11 +65,19 @@ class GatewayChild(SupervisedChild):
             if self._sessions.pop(session.id, None) is not None:  # else the process has ended
                 self._post(Close(session.id))
 
-    def start(self) -> None:
-        """Starts the process, if there is none; it loads its tokenizer meanwhile."""
+    async def start(self) -> str | None:
+        """Returns when it serves: why its chat template cannot continue sampled tokens exactly.
+
+        Raises ``SessionLost`` if it does not come up.
+        """
+        _, problem = await self._started()
+        return problem
+
+    async def _started(self) -> tuple[int, str | None]:
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
         self.ensure_started()
+        return await asyncio.shield(self._ready)
 
     async def close(self) -> None:
         for turn in list(self._turns):
@@ -89,7 +94,7 @@ class GatewayChild(SupervisedChild):
             if isinstance(request, Ready):
                 self._max_silent_beats = MAX_SILENT_BEATS
                 if self._ready is not None and not self._ready.done():
-                    self._ready.set_result(request.port)
+                    self._ready.set_result((request.port, request.template_problem))
                 continue
             turn = asyncio.get_running_loop().create_task(self._turn(request))
             self._turns.add(turn)

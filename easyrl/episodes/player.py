@@ -11,7 +11,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from easyrl.config import SamplingConfig
-from easyrl.episodes.session import Generate, Session
+from easyrl.environments.failures import EnvironmentFailed, HostDied
+from easyrl.episodes.session import Generate, Session, SessionLost
 from easyrl.episodes.turns import TurnRecord, episode_completion
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.schema import Completion, Prompt
@@ -24,14 +25,6 @@ MAX_STARTS = 3  # of an episode whose host, or the gateway, dies
 
 class EpisodeFailed(RuntimeError):
     """An episode has no turn that could be trained; its group is excluded."""
-
-
-class SessionLost(RuntimeError):
-    """A process died that an episode needs: it starts again, with the same seeds."""
-
-
-class RolloutFailed(RuntimeError):
-    """The environment's own code failed, or did nothing for too long; one line."""
 
 
 class Outcome(Protocol):
@@ -56,9 +49,9 @@ class Environment(Protocol):
     async def run(
         self, url: str, key: str, prompt: Prompt, seed: int, idle_s: Callable[[], float]
     ) -> Outcome:
-        """One rollout to its end, with the model at ``url``.
+        """One rollout to its end, with the model at ``url``, which ends in /v1.
 
-        ``idle_s``: seconds since it asked for something. Raises ``SessionLost``, ``RolloutFailed``.
+        ``idle_s``: seconds since it asked for something. Raises ``EnvironmentFailed``.
         """
 
 
@@ -102,7 +95,7 @@ class EpisodePlayer:
             )
             try:
                 return await self._episode(environment, session, number)
-            except SessionLost as error:
+            except (SessionLost, HostDied) as error:
                 why = str(error)
                 self.num_restarts += 1
                 self.record(
@@ -112,18 +105,18 @@ class EpisodePlayer:
                     sample=number,
                     problem=why,
                 )
-                log.warning("environment %s: %s; its episode starts again", environment.name, why)
-        raise EpisodeFailed(f"environment {environment.name}: {MAX_STARTS} times {why}")
+                log.warning("%s; an episode of %s starts again", why, environment.name)
+        raise EpisodeFailed(f"environment {environment.name}: {MAX_STARTS} times: {why}")
 
-    async def _episode(
-        self, environment: Environment, session: Session, number: int
-    ) -> Completion:
+    async def _episode(self, environment: Environment, session: Session, number: int) -> Completion:
         prompt = session.prompt
         start_s = time.monotonic()
         try:
             async with self.gateway.serves(session) as url:
                 rollout = asyncio.ensure_future(
-                    environment.run(url, session.key, prompt, session.seed, lambda: session.idle_s)
+                    environment.run(
+                        f"{url}/v1", session.key, prompt, session.seed, lambda: session.idle_s
+                    )
                 )
                 try:
                     await asyncio.wait(
@@ -151,9 +144,11 @@ class EpisodePlayer:
     ) -> Completion:
         try:
             outcome = rollout.result()
-        except RolloutFailed as error:
+        except HostDied:
+            raise
+        except EnvironmentFailed as error:
             if not records:
-                raise EpisodeFailed(f"environment {environment.name}: {error}") from error
+                raise EpisodeFailed(str(error)) from error
             return episode_completion(records, environment.name, 0.0, failure=str(error))
         if not records:
             raise EpisodeFailed(f"environment {environment.name}: it asked the model for nothing")

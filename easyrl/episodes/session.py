@@ -31,6 +31,10 @@ class TurnRefused(Exception):
         self.status = status
 
 
+class SessionLost(RuntimeError):
+    """A process died that an episode needs: it starts again, with the same seeds."""
+
+
 @dataclass(eq=False)
 class Session:
     """One attempt at one sample of a group: a version of the policy, and what it was asked.

@@ -51,9 +51,7 @@ def episode_completion(
         new = record.prompt_ids[known:]
         sampled = at + len(new)
         end = sampled + len(made.token_ids)
-        turns.append(
-            Turn(parent, at, sampled, end, made.finish_reason, made.endpoint, made.proof)
-        )
+        turns.append(Turn(parent, at, sampled, end, made.finish_reason, made.endpoint, made.proof))
         tokens += [new, made.token_ids]
         paths.append(record.path)
         at = end

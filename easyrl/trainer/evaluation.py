@@ -156,7 +156,9 @@ class Judged(NamedTuple):
 
     num_correct: int
     excluded: Exclusion | None
-    made_by: tuple[tuple[str, int], ...]  # of each response, or turn: endpoint and number of its proof
+    made_by: tuple[
+        tuple[str, int], ...
+    ]  # of each response, or turn: endpoint and number of its proof
 
 
 class RunningEvaluation:

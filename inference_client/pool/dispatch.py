@@ -30,9 +30,9 @@ class Dispatcher:
     A group is given its turn when an endpoint has room for it, and the places of its samples are
     held there until they come: the prompt is in that endpoint's prefix cache. A sample leaves its
     group's endpoint only when that is full and no other group waits that could keep the others
-    busy; a session (``GroupAssignment.session``) waits for it. Groups enter the line together, so turns are given one round of the loop later: the
-    shortest of all goes first, not the first that asked, and none before a group of an earlier
-    update (``GroupAssignment.rank``).
+    busy; a session (``GroupAssignment.session``) waits for it. Groups enter the line together, so
+    turns are given one round of the loop later: the shortest of all goes first, not the first that
+    asked, and none before a group of an earlier update (``GroupAssignment.rank``).
 
     Waiting for which no endpoint is usable ends with ``Outage`` after ``max_outage_s``, with
     ``NoEndpointError`` at once when there is nothing to hope for: every endpoint failed its proof.

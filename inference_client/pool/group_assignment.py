@@ -55,7 +55,9 @@ class GroupAssignment:
 
         It begins where the group is, and keeps to that endpoint while it lives.
         """
-        own = GroupAssignment(self.rank, self.version, self.sample_tokens, 1, self.is_of_batch, True)
+        own = GroupAssignment(
+            self.rank, self.version, self.sample_tokens, 1, self.is_of_batch, True
+        )
         own.endpoint = self.endpoint
         self.release(1)
         return own

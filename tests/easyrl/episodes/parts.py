@@ -92,4 +92,4 @@ class Environment:
     async def run(
         self, url: str, key: str, prompt: Prompt, seed: int, idle_s: Callable[[], float]
     ) -> Said:
-        return await self.rollout(self.gateway.sessions[url], prompt)
+        return await self.rollout(self.gateway.sessions[url.removesuffix("/v1")], prompt)

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 from easyrl.config import SamplingConfig
+from easyrl.environments.failures import EnvironmentFailed, HostDied, RolloutHung
 from easyrl.episodes.player import (
     MAX_STARTS,
     EpisodeFailed,
     EpisodePlayer,
-    RolloutFailed,
-    SessionLost,
 )
 from easyrl.episodes.scorer import EpisodeScorer
-from easyrl.episodes.session import Session
+from easyrl.episodes.session import Session, SessionLost
 from easyrl.inference_client.errors import Outage
 from easyrl.schema import Completion, Prompt
 from tests.easyrl.episodes.parts import IDS, Endpoint, Environment, OpenGateway, Rollout, Said
@@ -62,7 +61,7 @@ async def test_an_episode_whose_process_dies_starts_again_with_the_same_seeds():
         said = await two_turns(session, prompt)
         starts.append(len(session.records))
         if len(starts) == 1:
-            raise SessionLost("its host has ended: SIGKILL")
+            raise HostDied("game", "its host has ended: SIGKILL")
         return said
 
     events: list[str] = []
@@ -78,14 +77,14 @@ async def test_one_that_dies_again_and_again_is_given_up():
     async def dies(session: Session, prompt: Prompt) -> Said:
         raise SessionLost("its host has ended: SIGSEGV")
 
-    with pytest.raises(EpisodeFailed, match=f"environment game: {MAX_STARTS} times .*SIGSEGV"):
+    with pytest.raises(EpisodeFailed, match=f"environment game: {MAX_STARTS} times: .*SIGSEGV"):
         await play(player(dies), Endpoint())
 
 
 async def test_own_code_that_fails_behind_a_turn_scores_nothing():
     async def fails(session: Session, prompt: Prompt) -> Said:
         await session.turn(IDS)
-        raise RolloutFailed("game.py:7: ZeroDivisionError: division by zero")
+        raise EnvironmentFailed("game", "ZeroDivisionError: division by zero", "game.py:7")
 
     made = await play(player(fails), Endpoint())
     assert made.episode is not None and "game.py:7" in str(made.episode.failure)
@@ -97,7 +96,7 @@ async def test_own_code_that_fails_behind_a_turn_scores_nothing():
 async def test_without_a_turn_there_is_nothing_to_train(raises: bool):
     async def silent(session: Session, prompt: Prompt) -> Said:
         if raises:
-            raise RolloutFailed("no request for 3 s")
+            raise RolloutHung("game", "no request for 3 s")
         return Said(1.0)
 
     with pytest.raises(EpisodeFailed, match="no request for 3 s" if raises else "for nothing"):

@@ -131,5 +131,3 @@ async def test_an_outage_is_the_runs():
     assert refused.value.status == 503
     with pytest.raises(Outage):
         of.failed.result()
-
-

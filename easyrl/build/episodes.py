@@ -1,0 +1,119 @@
+"""What plays a run's episodes: the recording gateway, and the hosts of its environments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from easyrl.config import Config, ConfigError, EnvironmentConfig, SamplingConfig
+from easyrl.environments.failures import EnvironmentFailed
+from easyrl.environments.host_process import Outcome
+from easyrl.environments.hosts import EnvironmentHosts
+from easyrl.environments.mixing import environment_of
+from easyrl.episodes.gateway_child import GatewayChild
+from easyrl.episodes.player import EpisodePlayer
+from easyrl.episodes.session import Generate, SessionLost
+from easyrl.gateway.messages import Settings
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
+from easyrl.inference_client.pool.group_assignment import GroupAssignment
+from easyrl.metrics.event_log import Record, ignore
+from easyrl.runtime.loop_thread import LoopThread
+from easyrl.schema import Completion, Prompt
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HostedEnvironment:
+    """An ``Environment`` in host processes."""
+
+    hosts: EnvironmentHosts
+    config: EnvironmentConfig
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def max_turns(self) -> int:
+        return self.config.max_turns
+
+    async def run(
+        self, url: str, key: str, prompt: Prompt, seed: int, idle_s: Callable[[], float]
+    ) -> Outcome:
+        return await self.hosts.run(url, key, prompt, seed, idle_s)
+
+
+def open_episodes(
+    config: Config,
+    opened: ExitStack,
+    thread: LoopThread,
+    pool: EndpointPool,
+    record: Record = ignore,
+) -> EpisodePlayer | None:
+    """Starts the gateway and the hosts on the producer's loop; None for a run without environments.
+
+    Raises ``ConfigError`` where one cannot be loaded.
+    """
+    if not config.environments:
+        return None
+    gateway = GatewayChild(gateway_settings(config))
+    opened.callback(lambda: thread.run(gateway.close()))
+    try:
+        problem = thread.run(gateway.start())
+    except SessionLost as error:
+        raise ConfigError(f"environments: {error} (see its output above)") from error
+    if problem is not None:
+        log.warning("environments: the chat template cannot continue a conversation: %s", problem)
+    hosts = []
+    for number, environment in enumerate(config.environments):
+        of = EnvironmentHosts(environment)
+        opened.callback(lambda of=of: thread.run(of.close()))
+        try:
+            thread.run(of.start())
+        except EnvironmentFailed as error:
+            raise ConfigError(f"environments[{number}]: {error}") from error
+        hosts.append(HostedEnvironment(of, environment))
+
+    def choose(prompt: Prompt) -> int:
+        chosen = environment_of(prompt, config.environments, config.run.seed)
+        return config.environments.index(chosen)
+
+    return EpisodePlayer(
+        gateway,
+        hosts,
+        choose,
+        applies_stop_strings=lambda: (
+            not any(each.served is not None and each.served.is_embedded for each in pool.endpoints)
+        ),
+        record=record,
+    )
+
+
+def session_of(pool: EndpointPool, group: GroupAssignment) -> Generate:
+    """The turns of one sample of ``group``: at one endpoint while it lives; the first of them takes
+    a place that the group holds there."""
+    own: GroupAssignment | None = None
+
+    async def generate(prompt_ids: np.ndarray, sampling: SamplingConfig, seed: int) -> Completion:
+        nonlocal own
+        own = own or group.session()
+        return await pool.generate(prompt_ids, sampling, seed, own)
+
+    return generate
+
+
+def gateway_settings(config: Config) -> Settings:
+    """The tokenizer and chat template that prompts are rendered with."""
+    data = config.data
+    own = None if data.chat_template is None else data.chat_template.read_text(encoding="utf-8")
+    return Settings(
+        tokenizer=str(config.model.tokenizer_path),
+        chat_template=own,
+        chat_template_kwargs=dict(data.chat_template_kwargs),
+    )
