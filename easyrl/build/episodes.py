@@ -24,7 +24,6 @@ from easyrl.metrics.event_log import Record, ignore
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import Completion, Prompt
 
-
 log = logging.getLogger(__name__)
 
 
