@@ -49,6 +49,9 @@ MAY_IMPORT = {
     " timeline.spans",
     "dataloaders.packing": "schema",
     "dataloaders.supervised": "schema config dataloaders.prompts dataloaders.producer",
+    # host.py and kinds/ also run in another Python: they import nothing of ours, or only there
+    "environments": "schema config rewards.functions runtime.process_guard runtime.user_code"
+    " runtime.workers.child_process runtime.workers.supervised_child",
     "rewards": "schema config runtime.busy_time runtime.user_code runtime.workers.worker_pool"
     " inference_client.api_keys",
     # the endpoints
@@ -175,6 +178,8 @@ LIGHT = """
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process
+    environments.host environments.hosts environments.client environments.kinds.coroutine
+    environments.kinds.openenv environments.kinds.tools environments.kinds.verifiers
     completion_check inference_client.answers inference_client.client inference_client.responses
     inference_client.fetching.fetcher inference_client.fetching.fetcher_pool
     inference_client.fetching.fetcher_process inference_client.fetching.messages

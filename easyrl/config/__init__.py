@@ -11,6 +11,11 @@ from easyrl.config.alarms import AlarmsConfig
 from easyrl.config.base import ConfigError, Section
 from easyrl.config.critic import CriticConfig
 from easyrl.config.data import DataConfig, DatasetConfig, FieldsConfig
+from easyrl.config.environments import (
+    EnvironmentConfig,
+    ToolsConfig,
+    environment_contradictions,
+)
 from easyrl.config.evaluation import EvaluationConfig
 from easyrl.config.inference import EndpointConfig, InferenceConfig, LaunchConfig, endpoint_url
 from easyrl.config.ledger import CheckpointConfig, JournalConfig
@@ -42,6 +47,7 @@ class Config(Section):
     inference: InferenceConfig
     rewards: list[RewardConfig] = []  # what recipes make advantages of; few need none
     scoring: ScoringConfig = ScoringConfig()
+    environments: list[EnvironmentConfig] = []  # none: a prompt is answered once
     recipe: RecipeConfig = RecipeConfig()
     trainer: TrainerConfig = TrainerConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -87,6 +93,7 @@ class Config(Section):
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) != len(labels):
             problems.append(f"rewards: two are called the same ({labels}); set log_as of one")
+        problems += environment_contradictions(self.environments)
         if problems:
             raise ValueError("\n".join(problems))
         return self

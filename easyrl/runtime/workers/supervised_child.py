@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping
-from typing import Any
+from collections.abc import Coroutine, Iterator, Mapping
+from typing import Any, Protocol
 
 from easyrl.runtime.frames import FrameSplitter, frame
 from easyrl.runtime.workers.child_process import END_LIMIT_S, Child, start_child
@@ -18,6 +18,12 @@ from easyrl.runtime.workers.child_process import END_LIMIT_S, Child, start_child
 logger = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 2**18
+
+
+class Splitter(Protocol):
+    """Cuts a stream of bytes into messages."""
+
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]: ...
 
 
 class SupervisedChild(asyncio.BufferedProtocol, ABC):
@@ -36,6 +42,18 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
         self._why_killed: str | None = None
         self._endings: set[asyncio.Task[None]] = set()  # of processes that have yet to be gone
 
+    def start_process(self) -> Child:
+        """A new process and the socket to it."""
+        return start_child(self._entry, self._environment)
+
+    def new_splitter(self) -> Splitter:
+        """For what a new process sends."""
+        return FrameSplitter()
+
+    def encoded(self, payload: bytes) -> bytes:
+        """A message to the process, as bytes of the stream."""
+        return frame(payload)
+
     def on_start(self) -> None:
         """A process has been started and can be sent messages."""
 
@@ -52,11 +70,11 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
             return
         loop = asyncio.get_running_loop()
         try:
-            self.child = start_child(self._entry, self._environment)
+            self.child = self.start_process()
         except Exception as error:  # such as no memory, no process, no file left
             loop.call_soon(self.on_end, f"none can be started: {type(error).__name__}: {error}")
             return
-        self._frames = FrameSplitter()
+        self._splitter = self.new_splitter()
         connection = loop.create_unix_connection(lambda: self, sock=self.child.socket)
         self._connecting = loop.create_task(connection)
 
@@ -69,7 +87,7 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
     def send(self, *payloads: bytes) -> None:
         """To the present process, in one write; lost without one."""
         if self._transport is not None and payloads:
-            self._transport.write(b"".join(map(frame, payloads)))
+            self._transport.write(b"".join(map(self.encoded, payloads)))
 
     def kill(self, why: str) -> None:
         """Kills the process; ``on_end`` is told ``why`` when all that it had sent has been read.
@@ -104,7 +122,7 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        for payload in self._frames.feed(self._buffer[:nbytes]):
+        for payload in self._splitter.feed(self._buffer[:nbytes]):
             self.on_message(payload)
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -1,0 +1,110 @@
+"""Section ``environments``: what makes episodes of samples, and the processes that run it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, Self
+
+from pydantic import PositiveFloat, PositiveInt, model_validator
+
+from easyrl.config.base import FilePath, Section
+from easyrl.config.rewards import RewardConfig
+
+EnvironmentKind = Literal["coroutine", "verifiers", "openenv", "tools"]
+OF_TOKENS = ("overlong", "length_target", "repetition", "reward_model")  # rewards of token ids
+SOURCES = ("file", "verifiers", "openenv", "tools")
+
+
+class ToolsConfig(Section):
+    """Tools of one source: typed functions of a Python file, or an MCP server."""
+
+    file: FilePath | None = None  # Python file of functions with annotations and docstrings
+    functions: list[str] = []  # of the file, or tools of the server; empty: all that are public
+    command: list[str] = []  # starts an MCP server that speaks over its standard input and output
+    url: str | None = None  # of an MCP server (streamable HTTP)
+    timeout_s: PositiveFloat = 30.0  # of each call; one that takes longer is an error to the model
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if sum(map(bool, (self.file, self.command, self.url))) != 1:
+            raise ValueError("give one of file, command and url")
+        if self.file is not None and not self.file.is_file():
+            raise ValueError(f"file: {self.file} does not exist; correct the path")
+        return self
+
+
+class EnvironmentConfig(Section):
+    """One environment: a coroutine of one's own, a verifiers or OpenEnv one, or tools."""
+
+    name: str  # in metrics and records; a record whose field environment says it goes there
+    file: FilePath | None = None  # Python file with a coroutine of one's own
+    function: str = "rollout"  # its name: async def rollout(client, prompt)
+    verifiers: str | None = None  # module of an environment of the verifiers library
+    args: dict[str, Any] = {}  # passed to its load_environment
+    python: FilePath | None = None  # interpreter of file or verifiers; default: the trainer's own
+    openenv: str | None = None  # URL of an OpenEnv server
+    action: str = "message"  # of openenv: field of the action that takes the model's text
+    observation: str | None = None  # of openenv: field of an observation that the model is shown;
+    # default: all of it, as JSON
+    tools: list[ToolsConfig] = []  # a tool loop: the model calls them until it answers without
+    rewards: list[RewardConfig] = []  # of tools: what the final message is worth
+    weight: PositiveFloat = 1.0  # its share of the prompts, relative to the others'
+    num_hosts: PositiveInt = 1  # processes, of each rank
+    start_timeout_s: PositiveFloat = 600.0  # for a process to load it
+    idle_timeout_s: PositiveFloat = 300.0  # a rollout without a request for so long has hung
+    max_turns: PositiveInt = 16  # requests of a rollout; then it ends, as at the context's end
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise ValueError("name: only letters, digits, _, . and - can be in a metric's name")
+        given = [source for source in SOURCES if getattr(self, source)]
+        if len(given) != 1:
+            found = f"{' and '.join(given)} are given" if given else "none is given"
+            raise ValueError(f"give one of {', '.join(SOURCES)}; {found}")
+        if self.file is not None and not self.file.is_file():
+            raise ValueError(f"file: {self.file} does not exist; correct the path")
+        belongs = {
+            "function": ("file",),
+            "args": ("verifiers",),
+            "python": ("file", "verifiers"),
+            "action": ("openenv",),
+            "observation": ("openenv",),
+            "rewards": ("tools",),
+        }
+        for key, sources in belongs.items():
+            is_given = getattr(self, key) != type(self).model_fields[key].default
+            if is_given and given[0] not in sources:
+                raise ValueError(f"{key}: is for {' and '.join(sources)}; remove it")
+        if self.python is not None and not self.python.is_file():
+            raise ValueError(f"python: {self.python} does not exist; correct the path")
+        if self.tools and not self.rewards:
+            raise ValueError("rewards: tools have none of their own; add one")
+        for reward in self.rewards:
+            if reward.name in OF_TOKENS:
+                raise ValueError(
+                    f"rewards: {reward.name} is a reward of token ids, and a tool loop has texts; "
+                    "take another"
+                )
+            if reward.is_pickled:
+                raise ValueError("rewards: a function of an environment has to be in a .py file")
+        labels = [reward.label for reward in self.rewards]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"rewards: two are called the same ({labels}); set log_as of one")
+        return self
+
+    @property
+    def kind(self) -> EnvironmentKind:
+        if self.file is not None:
+            return "coroutine"
+        if self.verifiers is not None:
+            return "verifiers"
+        return "openenv" if self.openenv is not None else "tools"
+
+
+def environment_contradictions(environments: list[EnvironmentConfig]) -> list[str]:
+    """What is wrong between them."""
+    names = [environment.name for environment in environments]
+    if len(set(names)) != len(names):
+        return [f"environments: two are called the same ({names}); change the name of one"]
+    return []

@@ -1,0 +1,345 @@
+"""Runs many rollouts of one environment at once: a process that reads and writes JSON lines.
+
+    python host.py [DESCRIPTOR PARENT_PID]
+
+It is started by its path, also by another Python than the trainer's, and imports only the standard
+library; the environment's kind (``kinds``) imports what that needs. Lines come and go over the
+socket ``DESCRIPTOR``, or over standard input and output. In, the first line: ``{"type":
+"environment", "kind", "settings", "path"}``, where ``path`` is ``sys.path``, or null for this
+Python's own; once that is answered by ``ready``: ``{"type": "start", "id", "base_url", "api_key",
+"model", "prompt", "seed"}`` and ``{"type": "cancel", "id"}``. Out: ``ready``, or ``failed`` without
+an id; for each start one of ``{"type": "done", "id", "reward", "components", "turn_rewards"}``,
+``{"type": "failed", "id", "error", "where", "traceback"}`` and ``{"type": "cancelled", "id"}``;
+``beat`` each second that the event loop is alive; ``{"type": "output", "text", "dropped"}``, what
+the environment has printed, at most ``OUTPUT_CHARACTERS`` each second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import importlib.util
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+BEAT_S = 1.0
+OUTPUT_CHARACTERS = 4096
+ERROR_CHARACTERS = 1000
+TRACEBACK_CHARACTERS = 16_000
+MOST_COMPONENTS = 256
+MOST_TURN_REWARDS = 100_000
+NAME_CHARACTERS = 200
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class Session:
+    """Where a rollout asks its model, and nobody else does."""
+
+    base_url: str  # ends in /v1
+    api_key: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a rollout begins with: a record of the data."""
+
+    text: str  # the user's question, before any template
+    messages: list[dict[str, Any]]  # the same as a chat, with the system's message
+    answer: str | None
+    metadata: dict[str, Any]  # the record's other fields
+    index: int  # its place in the data
+    epoch: int
+    seed: int  # of this rollout alone, the same when it is run again
+    model: str  # name to ask the client for
+
+
+class NoResult(ValueError):
+    """What a rollout returned is nothing to train on."""
+
+
+def result_of(value: Any) -> dict[str, Any]:
+    """``reward``, ``components`` and ``turn_rewards`` of what a rollout returned.
+
+    A number is the reward; a mapping, or an object with such attributes, has ``reward`` and may
+    have the others. Raises ``NoResult``.
+    """
+    if _is_number(value):
+        return {"reward": _number(value, "reward"), "components": {}, "turn_rewards": []}
+    if isinstance(value, dict):
+        said = value
+    elif hasattr(value, "reward"):
+        said = {name: getattr(value, name, None) for name in ("reward", *_OPTIONAL)}
+    else:
+        said = {}
+    if "reward" not in said:
+        raise NoResult(
+            f"the rollout returned {value!r:.200}; return a number, or a mapping with a 'reward' "
+            "and, if you like, 'components' and 'turn_rewards'"
+        )
+    if unknown := sorted(map(str, said.keys() - {"reward", *_OPTIONAL})):
+        raise NoResult(f"the rollout returned {unknown[0]!r}; use components for metrics")
+    components, turn_rewards = said.get("components") or {}, said.get("turn_rewards") or ()
+    if not hasattr(components, "items") or len(components) > MOST_COMPONENTS:
+        raise NoResult(f"components has to be a mapping of at most {MOST_COMPONENTS} numbers")
+    if len(turn_rewards) > MOST_TURN_REWARDS:
+        raise NoResult(f"{len(turn_rewards)} turn_rewards; at most {MOST_TURN_REWARDS} are taken")
+    return {
+        "reward": _number(said["reward"], "reward"),
+        "components": {
+            str(name)[:NAME_CHARACTERS]: _number(part, f"components[{str(name)[:50]!r}]")
+            for name, part in components.items()
+        },
+        "turn_rewards": [_number(part, "turn_rewards") for part in turn_rewards],
+    }
+
+
+_OPTIONAL = ("components", "turn_rewards")
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, (str, bytes, dict))
+
+
+def _number(value: Any, what: str) -> float:
+    if not _is_number(value) or not math.isfinite(float(value)):
+        raise NoResult(f"{what} is {value!r:.100}; it has to be a finite number")
+    return float(value)
+
+
+# -- what went wrong ---------------------------------------------------------------------------
+
+
+def failure_of(error: BaseException, own_file: str | None) -> dict[str, Any]:
+    """``error``, on one line, ``where`` in the user's code it came from, and its ``traceback``."""
+    leaf = error
+    while parts := getattr(leaf, "exceptions", None):  # a group's first says more than the group
+        leaf = parts[0]
+    said = " ".join(f"{type(leaf).__name__}: {leaf}".split()).removesuffix(":")
+    if isinstance(leaf, NoResult):
+        said = " ".join(str(leaf).split())
+    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return {
+        "error": said[:ERROR_CHARACTERS],
+        "where": _where(leaf, own_file),
+        "traceback": lines[-TRACEBACK_CHARACTERS:],
+    }
+
+
+def _where(error: BaseException, own_file: str | None) -> str | None:
+    """The innermost line of the user's file; without one the innermost that is not ours."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame for frame in frames if own_file and Path(frame.filename).resolve() == Path(own_file)
+    ]
+    others = [frame for frame in frames if FOLDER not in Path(frame.filename).resolve().parents]
+    if own:
+        return f"{own[-1].filename}:{own[-1].lineno}"
+    if others and others[-1] is frames[-1]:
+        return f"{others[-1].filename}:{others[-1].lineno}"
+    return own_file
+
+
+# -- the lines ---------------------------------------------------------------------------------
+
+
+class Lines:
+    """JSON lines over descriptors; may be written by several threads."""
+
+    def __init__(self, read: int, write: int) -> None:
+        self.read_descriptor, self._write = read, write
+        self._left = b""
+        self._lock = threading.Lock()
+
+    def send(self, **message: Any) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            while data:
+                data = data[os.write(self._write, data) :]
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Messages that are complete, after one read, which may wait; None at the end."""
+        data = os.read(self.read_descriptor, 2**18)
+        if not data:
+            return None
+        *lines, self._left = (self._left + data).split(b"\n")
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+class Output:
+    """Reads what this process prints, and says the beginning of each second's.
+
+    A thread reads it, so that what floods is dropped here and whoever prints never waits long.
+    """
+
+    def __init__(self) -> None:
+        read, write = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        os.close(write)
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
+        self._lock = threading.Lock()
+        self._kept, self._dropped = b"", 0
+        threading.Thread(target=self._read, args=(read,), daemon=True).start()
+
+    def _read(self, descriptor: int) -> None:
+        while data := os.read(descriptor, 2**16):
+            with self._lock:
+                room = OUTPUT_CHARACTERS - len(self._kept)
+                self._kept += data[:room]
+                self._dropped += len(data[room:])
+
+    def taken(self) -> tuple[str, int]:
+        """Text since the last call, and bytes more that were dropped."""
+        with self._lock:
+            kept, dropped, self._kept, self._dropped = self._kept, self._dropped, b"", 0
+        return kept.decode(errors="replace"), dropped
+
+
+# -- the host ----------------------------------------------------------------------------------
+
+
+class Host:
+    """The environment of this process and its rollouts."""
+
+    def __init__(self, lines: Lines, output: Output, environment: Any, own_file: str | None):
+        self._lines, self._output = lines, output
+        self._environment, self._own_file = environment, own_file
+        self._tasks: dict[Any, asyncio.Task[None]] = {}
+        self._cancelled: set[Any] = set()
+
+    async def serve(self) -> None:
+        """Ends when nobody sends lines any more."""
+        try:
+            await self._environment.start()
+        except BaseException as error:
+            self._lines.send(type="failed", id=None, **failure_of(error, self._own_file))
+            return
+        self._lines.send(type="ready", pid=os.getpid(), python=sys.version.split()[0])
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._lines.read_descriptor, self._read, ended)
+        beating = loop.create_task(self._beat())
+        await ended.wait()
+        beating.cancel()
+
+    def _read(self, ended: asyncio.Event) -> None:
+        messages = self._lines.receive()
+        if messages is None:
+            asyncio.get_running_loop().remove_reader(self._lines.read_descriptor)
+            ended.set()
+        for message in messages or ():
+            number = message["id"]
+            if message["type"] == "start":
+                self._tasks[number] = asyncio.create_task(self._rollout(number, message))
+            elif message["type"] == "cancel" and number in self._tasks:
+                self._cancelled.add(number)
+                self._tasks[number].cancel()
+
+    async def _rollout(self, number: Any, message: dict[str, Any]) -> None:
+        session = Session(message["base_url"], message["api_key"], message["model"])
+        try:
+            prompt = Prompt(**message["prompt"], seed=message["seed"], model=session.model)
+            result = result_of(await self._environment.rollout(session, prompt))
+            answer = {"type": "done", "id": number, **result}
+        except BaseException as error:  # users' code may raise anything; SystemExit ends no host
+            if isinstance(error, asyncio.CancelledError) and number in self._cancelled:
+                answer = {"type": "cancelled", "id": number}
+            else:
+                failure = failure_of(error, self._own_file)
+                answer = {"type": "failed", "id": number, **failure}
+        self._tasks.pop(number, None)
+        self._cancelled.discard(number)
+        self._say_output()  # what it has printed comes before what came of it
+        self._lines.send(**answer)
+
+    async def _beat(self) -> None:
+        while True:
+            self._lines.send(type="beat", rollouts=len(self._tasks))
+            self._say_output()
+            await asyncio.sleep(BEAT_S)
+
+    def _say_output(self) -> None:
+        text, dropped = self._output.taken()
+        if text:
+            self._lines.send(type="output", text=text, dropped=dropped)
+
+
+def load_kind(kind: str, settings: dict[str, Any]) -> Any:
+    """The environment of ``kind``: by its file, since this package may not be importable here."""
+    name = f"easyrl_environment_kind_{kind}"
+    spec = importlib.util.spec_from_file_location(name, FOLDER / "kinds" / f"{kind}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module.load(settings)
+
+
+def main(arguments: list[str]) -> None:
+    """What the process runs."""
+    if arguments:
+        descriptor, parent = map(int, arguments)
+        _die_with(parent)
+        _ends_by_its_parent_alone()
+        lines = Lines(descriptor, descriptor)
+    else:
+        lines = Lines(os.dup(0), os.dup(1))
+    faulthandler.enable(os.dup(2))
+    # this folder's files must not be taken for the user's modules
+    sys.path[:] = [each for each in sys.path if Path(each or ".").resolve() != FOLDER]
+    output = Output()
+    messages: list[dict[str, Any]] | None = []
+    while messages == []:
+        messages = lines.receive()
+    if messages is None:
+        return
+    greeting = messages[0]
+    own_file = greeting["settings"].get("file")
+    own_file = str(Path(own_file).resolve()) if own_file else None
+    if greeting["path"] is not None:
+        sys.path[:] = greeting["path"]
+    try:
+        environment = load_kind(greeting["kind"], greeting["settings"])
+    except BaseException as error:
+        lines.send(type="failed", id=None, **failure_of(error, own_file))
+        return
+    if arguments:
+        _ends_by_its_parent_alone()  # libraries set handlers of their own when they are loaded
+    asyncio.run(Host(lines, output, environment, own_file).serve())
+
+
+def _ends_by_its_parent_alone() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # unlike SIG_IGN, not for what it starts
+
+
+def _die_with(parent: int) -> None:
+    """Elsewhere than on Linux it ends when its socket does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except BrokenPipeError:
+        pass
+    os._exit(0)  # a thread of the user's must not hold it up

@@ -1,0 +1,232 @@
+"""One host process at a time and the rollouts in it: the trainer's end of ``host``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from easyrl.config import EnvironmentConfig
+from easyrl.environments.failures import EnvironmentFailed, HostDied
+from easyrl.runtime.workers.child_process import ENVIRONMENT, Child, new_mark
+from easyrl.runtime.workers.supervised_child import SupervisedChild
+
+logger = logging.getLogger(__name__)
+
+HOST_FILE = Path(__file__).with_name("host.py")
+MOST_LINE_BYTES = 2**23  # a host bounds what it says; more is no host of ours
+ALIVE_S = 5.0  # since the last beat
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an environment says of a rollout that has ended."""
+
+    reward: float
+    components: Mapping[str, float] = field(default_factory=dict)  # its metrics, by name
+    turn_rewards: tuple[float, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class Rollout:
+    """One that a host runs, or will when it is ready."""
+
+    number: int
+    message: bytes  # that starts it
+    future: asyncio.Future[Outcome]
+    sent_s: float | None = None  # time.monotonic() when a host was told
+
+
+class LineTooLong(ValueError):
+    """A line of more than ``MOST_LINE_BYTES``."""
+
+
+class LineSplitter:
+    """Cuts a stream of bytes into its lines."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
+        self._buffer += data
+        *lines, rest = self._buffer.split(b"\n")
+        self._buffer = rest
+        if len(rest) > MOST_LINE_BYTES:
+            raise LineTooLong
+        for line in lines:
+            yield bytes(line)
+
+
+class HostProcess(SupervisedChild):
+    """Starts a host when a rollout needs one; its death fails the rollouts in it, and no others.
+
+    ``mark`` is a variable in the environment of all that it starts.
+    """
+
+    def __init__(self, environment: EnvironmentConfig, mark: str) -> None:
+        greeting = {
+            "type": "environment",
+            "kind": environment.kind,
+            "settings": environment.model_dump(mode="json"),
+            # another Python has packages of its own
+            "path": None if environment.python else [str(folder) for folder in sys.path],
+        }
+        super().__init__("", orjson.dumps(greeting), {mark: ""})
+        self.settings = environment
+        self.rollouts: dict[int, Rollout] = {}
+        self.overdue: dict[int, float] = {}  # cancelled and not yet gone: since when
+        self.is_ready = False  # the present process has loaded the environment and is to go on
+        self._was_ready = False
+        self.is_retiring = False  # has a rollout that will not end; gets no other
+        self.asked_s = time.monotonic()  # when the present process was started
+        self._last_beat_s = 0.0
+        self._waiting: list[asyncio.Future[None]] = []
+        self._logged: set[tuple[str, str]] = set()
+
+    # -- the process
+
+    def start_process(self) -> Child:
+        ours, theirs = socket.socketpair()
+        self.asked_s = time.monotonic()
+        with theirs:
+            mark = new_mark()
+            python = self.settings.python or sys.executable
+            process = subprocess.Popen(
+                [str(python), str(HOST_FILE), str(theirs.fileno()), str(os.getpid())],
+                env={**os.environ, **ENVIRONMENT, **(self._environment or {}), mark: ""},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        return Child(process, ours, mark)
+
+    def new_splitter(self) -> LineSplitter:
+        return LineSplitter()
+
+    def encoded(self, payload: bytes) -> bytes:
+        return payload + b"\n"
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            super().buffer_updated(nbytes)
+        except (LineTooLong, orjson.JSONDecodeError) as error:
+            if self._why_killed is None:
+                self.kill(f"it sent what no host sends ({type(error).__name__})")
+
+    @property
+    def beats(self) -> bool:
+        """Whether its event loop is alive."""
+        return self.is_ready and time.monotonic() - self._last_beat_s < ALIVE_S
+
+    # -- rollouts
+
+    async def ready(self) -> None:
+        """Returns when a process is. Raises ``EnvironmentFailed`` if it cannot be."""
+        if not self.is_ready:
+            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiting)
+            self.ensure_started()
+            await waiting
+
+    def take(self, rollout: Rollout) -> None:
+        self.rollouts[rollout.number] = rollout
+        self.ensure_started()
+        if self.is_ready:
+            self._start(rollout)
+
+    def cancel(self, rollout: Rollout) -> None:
+        """Tells the host to end it; nothing more is heard of it here."""
+        if self.rollouts.pop(rollout.number, None) is not None and rollout.sent_s is not None:
+            self.overdue[rollout.number] = time.monotonic()
+            self.send(orjson.dumps({"type": "cancel", "id": rollout.number}))
+        if self.is_retiring and not self.rollouts and self.child is not None and self.alive:
+            self.kill("its last rollout has ended")
+
+    def _start(self, rollout: Rollout) -> None:
+        rollout.sent_s = time.monotonic()
+        self.send(rollout.message)
+
+    # -- what it says
+
+    def on_message(self, payload: bytes) -> None:
+        message = orjson.loads(payload)
+        kind = message["type"]
+        if kind == "beat":
+            self._last_beat_s = time.monotonic()
+        elif kind == "output":
+            dropped = f" ({message['dropped']} bytes more)" if message["dropped"] else ""
+            text = message["text"].rstrip("\n")
+            logger.info("environment %s prints%s: %s", self.settings.name, dropped, text)
+        elif kind == "ready":
+            self.is_ready = self._was_ready = True
+            self._last_beat_s = time.monotonic()
+            for waiting in self._taken_waiting():
+                waiting.set_result(None)
+            for rollout in list(self.rollouts.values()):
+                self._start(rollout)
+        elif message["id"] is None:
+            self._fail_all(lambda: self._failure(message))
+        else:
+            self._on_answer(message)
+
+    def _on_answer(self, message: dict[str, Any]) -> None:
+        number = message["id"]
+        self.overdue.pop(number, None)
+        rollout = self.rollouts.pop(number, None)
+        if rollout is None or rollout.future.done():
+            return  # it was over here: cancelled, or given up
+        if message["type"] == "done":
+            turns = tuple(message["turn_rewards"])
+            rollout.future.set_result(Outcome(message["reward"], message["components"], turns))
+        elif message["type"] == "failed":
+            rollout.future.set_exception(self._failure(message))
+        if self.is_retiring and not self.rollouts and self._why_killed is None:
+            self.kill("its last rollout has ended")
+
+    def _failure(self, message: dict[str, Any]) -> EnvironmentFailed:
+        error = EnvironmentFailed(self.settings.name, message["error"], message["where"])
+        if (said := (message["error"], str(message["where"]))) not in self._logged:
+            self._logged.add(said)  # once: a group of samples fails alike
+            logger.error("%s\n%s", error, message["traceback"].rstrip())
+        return error
+
+    def kill(self, why: str) -> None:
+        self.is_ready = False  # what comes now waits for the next process
+        super().kill(why)
+
+    def on_end(self, how: str) -> None:
+        """The rollouts in it fail; those that came behind get another process, unless this one
+        never was ready."""
+        name, was_ready = self.settings.name, self._was_ready
+        self.is_ready = self._was_ready = False
+        self.overdue.clear()
+        if self.rollouts or self._waiting:
+            logger.error("environment %s: its host process ended: %s", name, how)
+        behind = {n: each for n, each in self.rollouts.items() if was_ready and not each.sent_s}
+        self.rollouts = {n: each for n, each in self.rollouts.items() if n not in behind}
+        self._fail_all(lambda: HostDied(name, f"its host process ended: {how}"))
+        self.rollouts = behind
+        if behind:
+            self.ensure_started()
+
+    def _fail_all(self, error: Callable[[], EnvironmentFailed]) -> None:
+        rollouts, self.rollouts = self.rollouts, {}
+        for waiting in self._taken_waiting():
+            waiting.set_exception(error())
+        for rollout in rollouts.values():
+            if not rollout.future.done():
+                rollout.future.set_exception(error())
+
+    def _taken_waiting(self) -> list[asyncio.Future[None]]:
+        waiting, self._waiting = self._waiting, []
+        return [future for future in waiting if not future.done()]

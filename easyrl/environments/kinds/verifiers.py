@@ -1,0 +1,111 @@
+"""An environment of the ``verifiers`` library, unmodified: module and arguments.
+
+It is driven through ``verifiers.load_environment(module, **args)`` and ``run_rollout``; reward and
+metrics are its rubric's. Its own sampling arguments are not sent: sampling is training's. A record
+with a field ``example_id`` is that row of the environment's own data; any other is given to it as
+it is. Imports nothing of ours: it may run in a Python of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+NEEDED = ("input", "client", "model", "sampling_args")  # parameters of run_rollout
+VERSIONS = "install verifiers>=0.1.10,<0.4 there"
+
+
+class RolloutFailed(RuntimeError):
+    """The library ended a rollout with an error."""
+
+
+class Verifiers:
+    """The loaded environment, and the client that all its rollouts share connections of."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        try:
+            import verifiers
+        except ImportError as error:
+            if error.name not in (None, "verifiers"):  # something that it needs
+                raise
+            raise ImportError(
+                f"verifiers is not installed in {sys.executable}; {VERSIONS}, or name another "
+                "interpreter by python"
+            ) from None
+        load_environment = getattr(verifiers, "load_environment", None)
+        if load_environment is None:
+            version = getattr(verifiers, "__version__", "of this version")
+            raise ImportError(
+                f"verifiers {version} in {sys.executable} has no load_environment(module, **args); "
+                f"{VERSIONS}"
+            )
+        self._library = verifiers
+        self._environment = load_environment(settings["verifiers"], **settings["args"])
+        takes = inspect.signature(self._environment.run_rollout).parameters
+        if missing := [name for name in NEEDED if name not in takes]:
+            raise ImportError(
+                f"run_rollout of verifiers in {sys.executable} takes no {missing[0]!r}; {VERSIONS}"
+            )
+        self._client: Any = None
+        self._rows: dict[int, dict[str, Any]] | None = None
+
+    async def start(self) -> None:
+        import httpx
+        import openai
+
+        self._client = openai.AsyncOpenAI(
+            api_key="-", base_url="http://127.0.0.1", timeout=httpx.Timeout(None, connect=30.0)
+        )
+
+    async def rollout(self, session: Any, prompt: Any) -> dict[str, Any]:
+        client = self._client.with_options(base_url=session.base_url, api_key=session.api_key)
+        wrapped = getattr(self._library, "OpenAIChatCompletionsClient", None)
+        output = await self._environment.run_rollout(
+            input=self._input(prompt),
+            client=client if wrapped is None else wrapped(client),
+            model=session.model,
+            sampling_args={},
+        )
+        if output.get("error"):
+            raise RolloutFailed(_told(output["error"]))
+        metrics = {
+            name: float(value)
+            for name, value in (output.get("metrics") or {}).items()
+            if isinstance(value, (int, float))
+        }
+        return {"reward": output["reward"], "components": metrics}
+
+    def _input(self, prompt: Any) -> dict[str, Any]:
+        """A row as ``run_rollout`` takes it."""
+        number = prompt.metadata.get("example_id")
+        if number is not None:
+            if self._rows is None:
+                rows = self._environment.get_dataset()
+                self._rows = {row.get("example_id", n): dict(row) for n, row in enumerate(rows)}
+            if number not in self._rows:
+                raise ValueError(
+                    f"record {prompt.index} has example_id {number!r}, and the environment's data "
+                    f"has {len(self._rows)} rows without it; remove the field, or correct it"
+                )
+            return dict(self._rows[number])
+        row = {
+            "prompt": prompt.messages,
+            "example_id": prompt.index,
+            "task": prompt.metadata.get("task", ""),
+            "info": prompt.metadata.get("info", prompt.metadata),
+        }
+        if prompt.answer is not None:
+            row["answer"] = prompt.answer
+        return row
+
+
+def load(settings: dict[str, Any]) -> Verifiers:
+    return Verifiers(settings)
+
+
+def _told(error: Any) -> str:
+    """What the library says of an error, which is a mapping in newer versions."""
+    if isinstance(error, dict):
+        return str(error.get("error_chain_str") or error.get("error") or error)
+    return str(error)
