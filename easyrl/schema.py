@@ -355,6 +355,11 @@ class Completion:
     episode: Episode | None = None
 
     @property
+    def sampled_ids(self) -> np.ndarray:
+        """int32, the tokens that endpoints have sampled: all but what an environment wrote."""
+        return self.token_ids if self.episode is None else self.token_ids[self.loss_mask]
+
+    @property
     def made_by(self) -> tuple[tuple[str, int], ...]:
         """Endpoint and number of its proof, of the response or of each turn."""
         if self.episode is None:

@@ -47,7 +47,8 @@ MAY_IMPORT = {
     "dataloaders.prompts": "schema config",
     "dataloaders.producer": "schema metrics.event_log runtime.loop_thread runtime.printable"
     " timeline.spans",
-    "dataloaders.packing": "schema",
+    "episodes.branches": "schema",
+    "dataloaders.packing": "schema episodes.branches",
     "dataloaders.supervised": "schema config dataloaders.prompts dataloaders.producer",
     # host.py and kinds/ also run in another Python: they import nothing of ours, or only there
     "environments": "schema config rewards.functions runtime.process_guard runtime.user_code"
@@ -90,7 +91,7 @@ MAY_IMPORT = {
     " engines.megatron.layout engines.megatron.splittable engines.megatron.weights"
     " kernels.logprobs models.supported recipes",
     # the run
-    "samples": "schema engines.base metrics.batch_metrics runtime.schedule runtime.whole_files",
+    "samples": "schema engines.base episodes.branches metrics.batch_metrics runtime.schedule runtime.whole_files",
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files"
     " runtime.streams samples.choice",
     "runtime": "schema config metrics.event_log",
@@ -117,7 +118,7 @@ MAY_IMPORT = {
     " inference_client",
     "trainer": "",
     "trainer.row_split": "schema",
-    "trainer.model_outputs": "schema engines.base trainer.row_split",
+    "trainer.model_outputs": "schema engines.base episodes.branches trainer.row_split",
     "trainer.look_ahead": "schema metrics.event_log trainer.model_outputs",
     "trainer.accumulation": "schema metrics.event_log metrics.batch_metrics"
     " metrics.logprob_agreement engines.base"

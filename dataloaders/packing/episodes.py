@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from easyrl.episodes.branches import parts_of, tokens_by_part, turn_of
 from easyrl.schema import Completion, Turn
 
 
@@ -28,15 +29,14 @@ def branch_parts(completion: Completion, tokens: np.ndarray) -> list[BranchPart]
     """
     assert completion.episode is not None
     turns = completion.episode.turns
-    turn_of = np.searchsorted([turn.end for turn in turns], tokens, side="right")
+    of_token = turn_of(turns, tokens)
+    all_parts = parts_of(turns)
     parts = []
-    for number, (members, endpoint) in enumerate(_parts(turns)):
-        chosen = np.flatnonzero(np.isin(turn_of, members))
-        if not len(chosen):
-            continue
+    for number, chosen in tokens_by_part(completion, tokens).items():
+        members, endpoint = all_parts[number]
         path = _path(turns, members[-1])
         starts = dict(zip(path, _offsets(turns, path), strict=True))
-        shift = np.array([starts[int(t)] - turns[int(t)].start for t in turn_of[chosen]])
+        shift = np.array([starts[int(t)] - turns[int(t)].start for t in of_token[chosen]])
         trained = tokens[chosen] + shift
         branch = np.concatenate([completion.token_ids[turns[t].start : turns[t].end] for t in path])
         first = members[0]
@@ -45,22 +45,6 @@ def branch_parts(completion: Completion, tokens: np.ndarray) -> list[BranchPart]
             BranchPart(number, endpoint, branch[: trained[-1] + 1], prompt_length, chosen, trained)
         )
     return parts
-
-
-def _parts(turns: Sequence[Turn]) -> list[tuple[list[int], str]]:
-    """Turns of one branch and endpoint, by number, and that endpoint."""
-    leaf_of: dict[int, int] = {}
-    first_child: dict[int, int] = {}
-    for number, turn in enumerate(turns):
-        if turn.parent is not None:
-            first_child.setdefault(turn.parent, number)
-    for number in reversed(range(len(turns))):
-        child = first_child.get(number)
-        leaf_of[number] = number if child is None else leaf_of[child]
-    parts: dict[tuple[int, str], list[int]] = {}
-    for number, turn in enumerate(turns):
-        parts.setdefault((leaf_of[number], turn.endpoint), []).append(number)
-    return [(members, endpoint) for (_, endpoint), members in parts.items()]
 
 
 def _path(turns: Sequence[Turn], number: int) -> list[int]:

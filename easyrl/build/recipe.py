@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from easyrl.build.control import scored_function
+from easyrl.build.row_settings import sharing
 from easyrl.config import Config
 from easyrl.dataloaders.packing.cost import cost_of_model_at
 from easyrl.dataloaders.packing.groups import Packing, pack_groups
@@ -35,7 +36,8 @@ def group_functions(config: Config) -> GroupFunctions:
     recipe, run = load_recipe(config), run_settings(config)
     keep_order = is_strict(config)  # there, rows are a matter of the prompts' order
     needs = recipe.needs
-    pack = _pack_function(config, keep_order=keep_order, whole_groups=recipe.span == "group")
+    whole_groups = recipe.span == "group" or (recipe.span == "sequence" and _has_episodes(config))
+    pack = _pack_function(config, keep_order=keep_order, whole_groups=whole_groups)
     return GroupFunctions(
         scored=scored_function(config.scoring.shuffle_rewards, config.run.seed),
         trained=partial(trained_groups, recipe, run),
@@ -61,7 +63,8 @@ def response_rows(recipe: Recipe, run: RunSettings, pack: Pack) -> ResponseRows 
 
     def unknown(group: RolloutGroup, known: Collection[SampleKey]) -> TrainedGroup:
         selected = recipe.select(group, run)
-        samples = [i for i in selected if SampleKey(*group.prompt.key, i) not in known]
+        whole = {key._replace(part=0) for key in known}  # all parts of an episode run together
+        samples = [i for i in selected if SampleKey(*group.prompt.key, i) not in whole]
         return without_advantages(group, trained_tokens, samples)
 
     return ResponseRows(
@@ -112,10 +115,15 @@ def _pack_function(config: Config, *, keep_order: bool, whole_groups: bool = Fal
 
 
 def _packing(config: Config) -> Packing:
-    """``auto`` is decided as a run is opened (``row_settings``); elsewhere it is ``prompt``."""
+    """``auto`` is decided as a run is opened (``row_settings``); elsewhere as if all models could
+    have it."""
     if config.model.attention == "own":
         return "padded"
-    return "prompt" if config.trainer.packing == "auto" else config.trainer.packing
+    return sharing(config)
+
+
+def _has_episodes(config: Config) -> bool:
+    return config.source == "rollouts" and bool(config.environments)
 
 
 def _pack_finished(pack: Pack, trained_tokens: Callable[[Completion], np.ndarray]) -> PackFinished:

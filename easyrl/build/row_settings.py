@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from transformers import PreTrainedConfig
 
@@ -34,7 +35,7 @@ def decide_row_settings(config: Config) -> tuple[Config, list[str]]:
     trainer, attention = config.trainer, config.model.attention
     if config.parallel.is_split:
         require_known_packed(read_model_config(config.model), config.model)
-        return _decided(config, "prompt" if trainer.packing == "auto" else trainer.packing), []
+        return _decided(config, sharing(config)), []
     longest = longest_sequence(config)
     problem = None
     for key, path in _models(config):
@@ -47,7 +48,7 @@ def decide_row_settings(config: Config) -> tuple[Config, list[str]]:
     if attention == "own":
         return _decided(config, "none"), []
     if problem is None:
-        return _decided(config, "prompt" if trainer.packing == "auto" else trainer.packing), []
+        return _decided(config, sharing(config)), []
     if trainer.packing in ("prompt", "tree"):
         raise ConfigError(f"trainer.packing: {trainer.packing} cannot be had, {problem}; use none")
     if attention != "auto":
@@ -57,6 +58,14 @@ def decide_row_settings(config: Config) -> tuple[Config, list[str]]:
     model = config.model.model_copy(update={"attention": "own"})
     decided = _decided(config.model_copy(update={"model": model}), "none")
     return decided, [_notice(config, problem)] if trainer.packing == "auto" else []
+
+
+def sharing(config: Config) -> Literal["prompt", "tree", "none"]:
+    """The packing of models that can share: ``auto`` is ``tree`` for episodes, whose turns share
+    more than a prompt, and else ``prompt``."""
+    if config.trainer.packing != "auto":
+        return config.trainer.packing
+    return "tree" if config.source == "rollouts" and config.environments else "prompt"
 
 
 def packed_obstacle(config: PreTrainedConfig, longest: int) -> str | None:

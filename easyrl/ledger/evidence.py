@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from easyrl.completion_check import completion_problem
 from easyrl.ledger.certificate.errors import CertificateError, located
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord
@@ -14,7 +16,7 @@ from easyrl.ledger.journal.earlier_attempts import Share, withdraw_untold
 from easyrl.ledger.journal.reading import batch_folder, journal_files, read_file
 from easyrl.ledger.journal.record_file import JournalError
 from easyrl.ledger.traces import JOURNAL_FOLDER, refuse_missing_journal
-from easyrl.schema import Completion, GroupOutcome, Key, PolicyVersion, RolloutGroup
+from easyrl.schema import Completion, Episode, GroupOutcome, Key, PolicyVersion, RolloutGroup
 
 # attempt → what its recipe decides of a group: a reason to reject it, or None
 AcceptOf = Callable[[AttemptRecord], Callable[[RolloutGroup], str | None] | None]
@@ -30,6 +32,9 @@ class JournalEvidence:
     num_replayed: int = 0  # decisions: groups whose outcome follows from the journal
     num_pruned: int = 0  # batches that it does not go back to, as it may
     num_unjournalled: int = 0  # groups that were never in it
+    num_episodes: int = 0  # of groups that were trained
+    num_turns: int = 0
+    num_branches: int = 0
 
     def examine(self, record: BatchRecord) -> None:
         """Raises ``CertificateError`` naming prompt and file where the two differ."""
@@ -85,6 +90,10 @@ class JournalEvidence:
             raise CertificateError(str(error)) from error
         for number, completion in enumerate(found.completions):
             problem = _span_problem(completion, record.accepted_versions)
+            if group.accepted and (episode := completion.episode) is not None:
+                self.num_episodes += 1
+                self.num_turns += len(episode.turns)
+                self.num_branches += episode.num_branches
             if problem := problem or completion_problem(completion):
                 raise CertificateError(
                     f"response {number}: {problem}", endpoint=completion.endpoint
@@ -154,7 +163,9 @@ def _refuse_other_ranks(group: GroupOutcome, shares: Sequence[Share]) -> None:
 
 
 def _span_problem(completion: Completion, accepted: list[str]) -> str | None:
-    """Every token has one version, and one that was trained."""
+    """Every sampled token has one version, and one that was trained."""
+    if (episode := completion.episode) is not None:
+        return _episode_span_problem(completion, episode, accepted)
     end = 0
     for span in completion.version_spans:
         if span.version not in accepted:
@@ -164,6 +175,27 @@ def _span_problem(completion: Completion, accepted: list[str]) -> str | None:
         end = span.end
     if end != len(completion.token_ids):
         return f"{len(completion.token_ids)} tokens, the versions cover {end}"
+    return None
+
+
+def _episode_span_problem(
+    completion: Completion, episode: Episode, accepted: list[str]
+) -> str | None:
+    """The same of what its turns have sampled; what the environment wrote has no version."""
+    num_versions = np.zeros(len(completion.token_ids), dtype=np.int64)
+    for span in completion.version_spans:
+        if span.version not in accepted:
+            return f"tokens {span.start} to {span.end} are of version {span.version}"
+        num_versions[span.start : span.end] += 1
+    sampled = np.zeros(len(completion.token_ids), dtype=np.int64)
+    for turn in episode.turns:
+        sampled[turn.sampled : turn.end] += 1
+    wrong = np.flatnonzero(num_versions != sampled)
+    if len(wrong):
+        return (
+            f"token {wrong[0]} has {num_versions[wrong[0]]} versions, its turns have sampled it "
+            f"{sampled[wrong[0]]} times"
+        )
     return None
 
 

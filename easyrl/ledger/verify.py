@@ -41,6 +41,9 @@ class Verdict(CertificateVerdict):
     pruned: int = 0  # batches that the journal has removed, as it may
     proofs: int = 0  # answers to questions about the served bits
     recomputed: int = 0  # of them, those that were formed again from the weights
+    episodes: int = 0  # of trained groups whose samples are episodes
+    turns: int = 0  # of them
+    branches: int = 0
     base_age: int | None = None  # batches for which a proof of the model below adapters stood
 
     @property
@@ -57,6 +60,11 @@ class Verdict(CertificateVerdict):
             (self.skipped, f"{self.skipped} of skipped updates"),
             (self.excluded, f"{self.excluded} excluded"),
             (self.rejected, f"{self.rejected} rejected"),
+            (
+                self.episodes,
+                f"{number(self.episodes, 'episode')} of {number(self.turns, 'turn')} in "
+                f"{number(self.branches, 'branch', 'branches')}",
+            ),
             (self.recovered, f"{self.recovered} recovered from the journal"),
             (self.discarded, f"{self.discarded} discarded and generated again"),
             (self.unjournalled, f"{self.unjournalled} not journalled"),
@@ -150,6 +158,8 @@ def _verify(
         verdict.unjudged += attempt.agreement_limit is None
         verdict.unconfirmed += batch.num_unconfirmed
     verdict.decisions = evidence.num_replayed
+    verdict.episodes, verdict.turns = evidence.num_episodes, evidence.num_turns
+    verdict.branches = evidence.num_branches
     verdict.pruned, verdict.unjournalled = evidence.num_pruned, evidence.num_unjournalled
 
 

@@ -15,7 +15,7 @@ from easyrl.metrics.critic_metrics import critic_metrics
 from easyrl.metrics.repetition import count_ngrams
 from easyrl.runtime.collectives import Collectives
 from easyrl.samples.choice import ChosenGroups
-from easyrl.schema import GroupOutcome, RolloutGroup
+from easyrl.schema import Completion, GroupOutcome, Prompt, RolloutGroup
 
 AGAINST_INFERENCE = ("policy/logprob_diff", "policy/logprob_diff_max", "policy/inference_kl")
 
@@ -67,12 +67,13 @@ class BatchTotals:
         else:
             self.dispatched_s.append(group.dispatched_s)
             self.arrived_s.append(group.completed_s)
-        lengths = np.array([len(c.token_ids) for c in group.completions])
+        lengths = np.array([len(c.sampled_ids) for c in group.completions])
+        in_full = sum(_sequence_tokens(c, group.prompt) for c in group.completions)
         maxima = {
             "response_length": float(lengths.max()),
             "minus_response_length": -float(lengths.min()),
         }
-        ngrams = [count_ngrams(c.token_ids) for c in group.completions]
+        ngrams = [count_ngrams(c.sampled_ids) for c in group.completions]
         sums = {
             "groups": 1.0,
             "groups_moved": float(group.bytes_moved > 0),
@@ -80,7 +81,7 @@ class BatchTotals:
             "prompt_tokens": float(len(group.prompt.token_ids)),
             "responses": float(len(lengths)),
             "response_tokens": float(lengths.sum()),
-            "sequence_tokens": float(lengths.sum() + len(lengths) * len(group.prompt.token_ids)),
+            "sequence_tokens": float(in_full),
             "generated_tokens": 0.0 if recovered else float(lengths.sum()),
             "truncated": float(sum(c.truncated for c in group.completions)),
             "ngrams": float(sum(each.num for each in ngrams)),
@@ -321,3 +322,9 @@ def _arrivals(arrived_s: Sequence[float]) -> dict[str, float]:
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else 0.0
+
+
+def _sequence_tokens(completion: Completion, prompt: Prompt) -> int:
+    """Of a response with its prompt; an episode's tree holds its prompts itself."""
+    own = len(completion.token_ids)
+    return own if completion.episode is not None else own + len(prompt.token_ids)

@@ -48,6 +48,7 @@ from easyrl.recipes.rloo import RLOO
 from easyrl.recipes.rpo import RPO
 from easyrl.recipes.sft import SFT
 from easyrl.recipes.surrogate import ClippedSurrogate
+from easyrl.recipes.turn_grpo import TurnGRPO
 from easyrl.recipes.two_sided import TwoSided
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "SampledPairs",
     "Teacher",
     "Terms",
+    "TurnGRPO",
     "TwoSided",
     "ValueTerms",
     "aggregation_weights",

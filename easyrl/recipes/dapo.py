@@ -12,7 +12,7 @@ from easyrl.recipes.estimators import Aggregation
 from easyrl.recipes.grpo import GRPO
 from easyrl.recipes.recipe import RunSettings
 from easyrl.rewards.overlong import overlong_punishment
-from easyrl.schema import RolloutGroup
+from easyrl.schema import Completion, RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class DAPO(GRPO):
         R_{length}(y) = 0 \text{ up to } L_{max} - L_{cache}, \text{ then }
             \frac{(L_{max} - L_{cache}) - |y|}{L_{cache}} \text{ down to } -1 \quad \text{(eq. 13)}
 
-    added to each response's reward, with ``L_max = rollout.max_tokens``. Dynamic sampling (eq. 11):
+    added to each response's reward, with ``L_max = rollout.max_tokens``; of an episode, whose turns
+    are bounded by that each for itself, ``|y|`` is its longest turn's. Dynamic sampling (eq. 11):
     a group whose rewards, before that, are all equal is replaced by another prompt's. Defaults as
     published (§4.1): 0.2 and 0.28, L_cache 4096 of L_max 20480 tokens.
     """
@@ -66,5 +67,12 @@ class DAPO(GRPO):
 
     def _punishment(self, group: RolloutGroup, run: RunSettings) -> np.ndarray:
         """float64 [G], from 0 down to -1."""
-        lengths = np.array([len(c.token_ids) for c in group.completions], dtype=np.float64)
+        lengths = np.array([_longest_answer(c) for c in group.completions], dtype=np.float64)
         return overlong_punishment(lengths, run.max_tokens, self.overlong_buffer)
+
+
+def _longest_answer(completion: Completion) -> int:
+    """Tokens that one request has sampled, at most."""
+    if completion.episode is None:
+        return len(completion.token_ids)
+    return max(turn.end - turn.sampled for turn in completion.episode.turns)

@@ -36,6 +36,7 @@ from easyrl.recipes.reinforce_pp_baseline import ReinforcePPBaseline
 from easyrl.recipes.rloo import RLOO
 from easyrl.recipes.rpo import RPO
 from easyrl.recipes.sft import SFT
+from easyrl.recipes.turn_grpo import TurnGRPO
 from easyrl.recipes.two_sided import TwoSided
 from easyrl.runtime.user_code import FileRaises, NoPythonFile, describe, raised_at, run_file
 
@@ -52,6 +53,7 @@ BUILT_IN: dict[str, type[Recipe]] = {
     "two_sided": TwoSided,
     "dual_clip": DualClip,
     "gdpo": GDPO,
+    "turn_grpo": TurnGRPO,
     "online_dpo": OnlineDPO,
     "rpo": RPO,
     "distillation": Distillation,

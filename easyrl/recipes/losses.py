@@ -15,7 +15,7 @@ from torch import Tensor
 from easyrl.engines.base import LogprobComparison, MetricSums, ResponseDifference, TriLogprobs
 from easyrl.kernels.logprobs.token_losses import RowLoss
 from easyrl.recipes.recipe import Recipe, Terms
-from easyrl.schema import FrozenLogprobs, MicroBatch
+from easyrl.schema import FrozenLogprobs, MicroBatch, SampleKey
 
 NUM_FIRST_TOKENS = 4  # of a response, that a different prompt hits most
 ABSOLUTE = [each.name for each in fields(LogprobComparison)].index("abs")
@@ -90,7 +90,7 @@ def loss_metrics(
     sums = dict(zip(counted, numbers[:num_counted], strict=True))
     maxima = {name: sums.pop(name) for name in counted if name.endswith("_max")}
     sums["num_loss_tokens"] = float(micro_batch.num_loss_tokens)
-    sums["num_sequences"] = float(micro_batch.num_sequences)
+    sums["num_sequences"] = float(len(terms.sequences))
     end = num_counted + len(endpoints) * num_fields
     starts = range(num_counted, end, num_fields)
     comparisons = {
@@ -178,6 +178,7 @@ def terms_of(
     """The terms of those ``rows`` of the N tokens of which the policy says ``logprobs``, and which
     have the divergence ``teacher_kl`` from a teacher."""
     policy = logprobs.detach()
+    index, sequences = _whole_episodes(micro_batch)
     old, reference, teacher = frozen.old_policy, frozen.reference, frozen.teacher
     return Terms(
         advantages=micro_batch.advantages[rows].to(policy),
@@ -185,11 +186,25 @@ def terms_of(
         inference_logprobs=micro_batch.inference_logprobs[rows].to(policy),
         old_logprobs=policy if old is None else old[rows],
         reference_logprobs=None if reference is None else reference[rows],
-        sequence_index=micro_batch.sequence_index[rows],
-        sequences=micro_batch.sequences,
+        sequence_index=index[rows],
+        sequences=sequences,
         teacher_logprobs=None if teacher is None else teacher[rows],
         teacher_kl=teacher_kl,
     )
+
+
+def _whole_episodes(micro_batch: MicroBatch) -> tuple[Tensor, tuple[SampleKey, ...]]:
+    """Sequences as a recipe counts them, and which one each of the N tokens belongs to.
+
+    The parts of an episode, which stand one after another, are one.
+    """
+    keys = micro_batch.sequences
+    whole: dict[SampleKey, int] = {}
+    number = [whole.setdefault(key._replace(part=0), len(whole)) for key in keys]
+    if len(whole) == len(keys):
+        return micro_batch.sequence_index, keys
+    index = micro_batch.sequence_index
+    return torch.tensor(number, device=index.device)[index], tuple(whole)
 
 
 def _nothing(policy: Tensor, entropy: Tensor, terms: Terms, recipe: Recipe) -> Tensor:

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from easyrl.engines.base import ResponseDifference
+from easyrl.episodes.branches import tokens_by_part
 from easyrl.samples.choice import Why
 from easyrl.schema import Completion, SampleKey, TrainedGroup, TrainedResponse
 
@@ -84,7 +85,7 @@ def sampled_group(
         why=why,
         prompt_ids=prompt.token_ids.tolist(),
         responses=[
-            _response(trained, i, made_of.get(i), compared.get(SampleKey(*prompt.key, i)))
+            _response(trained, i, made_of.get(i), _difference(trained, made_of.get(i), compared))
             for i in range(len(group.completions))
         ],
         location=valid(prompt.location),
@@ -138,6 +139,43 @@ def _response(
         logprobs=np.round(completion.logprobs.astype(np.float64), 3).tolist(),
         logprob_diff=None if compared is None else compared.d / compared.num,
         token_logprob_diffs=differences,
+    )
+
+
+def _difference(
+    trained: TrainedGroup,
+    made_of: TrainedResponse | None,
+    compared: Mapping[SampleKey, ResponseDifference],
+) -> ResponseDifference | None:
+    """Of one response; of an episode its parts', put together in the order of its tokens."""
+    if made_of is None:
+        return None
+    group = trained.group
+    key, completion = (
+        SampleKey(*group.prompt.key, made_of.sample),
+        group.completions[made_of.sample],
+    )
+    if completion.episode is None:
+        return compared.get(key)
+    found = {
+        part: (chosen, compared[key._replace(part=part)])
+        for part, chosen in tokens_by_part(completion, made_of.tokens).items()
+        if key._replace(part=part) in compared
+    }
+    if not found:
+        return None
+    by_token = np.zeros(len(made_of.tokens))
+    whole = sum(len(chosen) for chosen, _ in found.values()) == len(by_token)
+    for chosen, own in found.values():
+        whole = whole and len(own.by_token) == len(chosen)
+        if whole:
+            by_token[chosen] = own.by_token
+    differences = [own for _, own in found.values()]
+    return ResponseDifference(
+        key,
+        sum(own.num for own in differences),
+        sum(own.d for own in differences),
+        tuple(by_token.tolist()) if whole else (),
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from easyrl.engines.base import TrainEngine
+from easyrl.episodes.branches import tokens_by_part
 from easyrl.schema import (
     Completion,
     FrozenLogprobs,
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 class _Said(NamedTuple):
-    """Of one response."""
+    """Of one response, or a part of an episode."""
 
     label_ids: Tensor  # int64 [N], its trained tokens
     frozen: FrozenLogprobs  # on the host
@@ -101,16 +102,20 @@ class ModelOutputs:
         values: list[np.ndarray] = []
         reference: list[np.ndarray] = []
         for sample, completion in enumerate(group.completions):
-            said = self._known.get(SampleKey(*group.prompt.key, sample))
-            tokens = trained_tokens(completion)
-            values.append(_placed(None if said is None else said.frozen.values, tokens))
-            reference.append(_placed(None if said is None else said.frozen.reference, tokens))
+            own = np.zeros(len(completion.token_ids), np.float32)
+            of_reference = own.copy()
+            tokens = np.flatnonzero(trained_tokens(completion))
+            for part, chosen in tokens_by_part(completion, tokens).items():
+                said = self._known.get(SampleKey(*group.prompt.key, sample, part))
+                if said is not None:
+                    _place(own, tokens[chosen], said.frozen.values)
+                    _place(of_reference, tokens[chosen], said.frozen.reference)
+            values.append(own)
+            reference.append(of_reference)
         return GroupOutputs(tuple(values), tuple(reference))
 
 
-def _placed(said: Tensor | None, tokens: np.ndarray) -> np.ndarray:
-    """float32 [R]: ``said`` [n] at the places of ``tokens`` bool [R], zero elsewhere."""
-    placed = np.zeros(len(tokens), np.float32)
+def _place(values: np.ndarray, places: np.ndarray, said: Tensor | None) -> None:
+    """Writes ``said`` [n] to ``places`` int64 [n] of ``values`` float32 [R]."""
     if said is not None:
-        placed[tokens] = said.numpy()
-    return placed
+        values[places] = said.numpy()

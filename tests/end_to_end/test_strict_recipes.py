@@ -28,6 +28,7 @@ RECIPES = [
     "reinforce_pp",
     "reinforce_pp_baseline",
     "gdpo",
+    "turn_grpo",
     "online_dpo",
     "rpo",
     "distillation",

@@ -162,6 +162,7 @@ def test_published_values_of_grpo_s_relatives() -> None:
         ("reinforce_pp", "batch", "token"),
         ("reinforce_pp_baseline", "batch", "token"),
         ("gdpo", "batch", "token"),
+        ("turn_grpo", "group", "token"),
         ("online_dpo", "group", "group"),
         ("rpo", "group", "group"),
         ("ppo", "batch", "token"),

@@ -253,6 +253,10 @@ MUTATIONS = {
         Mutation("gdpo.py", '= "sequence"', '= "token"'),
         Mutation("gdpo.py", "NonNegativeFloat = 0.0", "NonNegativeFloat = 0.04"),
     ],
+    # what it does to turns: test_turn_grpo.py
+    "turn_grpo": [
+        Mutation("turn_grpo.py", "            return outcomes\n", "            return -outcomes\n")
+    ],
     "online_dpo": [
         Mutation("preference.py", "signed = terms", "signed = -terms"),
         Mutation("preference.py", "signed = terms.advantages.sign()", "signed = terms.advantages"),

@@ -520,6 +520,7 @@ CASES = {
         bounds=("clip_low_sum", "clip_high_sum", "clip_dual_sum"),
     ),
     "gdpo": Case("gdpo", gdpo_advantages, gdpo),
+    "turn_grpo": Case("turn_grpo", grpo_advantages, grpo),  # without turn rewards
     "online_dpo": Case("online_dpo", pair_advantages, online_dpo, bounds=PAIRS),
     "online_dpo, smoothed": Case(
         "online_dpo", pair_advantages, online_cdpo, {"beta": 0.5, "label_smoothing": 0.1}, PAIRS
