@@ -28,8 +28,8 @@ class TurnGRPO(GRPO):
     equal, the turn has A_i alone. Turns are counted as they were recorded, those of a sub-agent
     among them.
 
-    MT-GRPO is stated for two turns, of which the first has a reward: its first turn has
-    A^turn + lambda A^outcome, the second A^outcome. With c = 1, and a second turn whose rewards are
+    MT-GRPO of two turns, of which the first has a reward, gives the tokens of the first
+    A^turn + lambda A^outcome, those of the second A^outcome. With c = 1, and a second turn whose rewards are
     all equal, this is that with lambda = 1. Rewards of later turns are not added to earlier ones.
     ``advantage: group_mean`` leaves out both deviations; with ``each_reward_std`` turn rewards are
     divided by theirs. Responses that are no episode, and episodes without turn rewards, have A_i.

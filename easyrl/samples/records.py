@@ -150,11 +150,8 @@ def _difference(
     """Of one response; of an episode its parts', put together in the order of its tokens."""
     if made_of is None:
         return None
-    group = trained.group
-    key, completion = (
-        SampleKey(*group.prompt.key, made_of.sample),
-        group.completions[made_of.sample],
-    )
+    key = SampleKey(*trained.group.prompt.key, made_of.sample)
+    completion = trained.group.completions[made_of.sample]
     if completion.episode is None:
         return compared.get(key)
     found = {
