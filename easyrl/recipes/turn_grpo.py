@@ -29,8 +29,10 @@ class TurnGRPO(GRPO):
     among them.
 
     MT-GRPO of two turns, of which the first has a reward, gives the tokens of the first
-    A^turn + lambda A^outcome, those of the second A^outcome. With c = 1, and a second turn whose rewards are
-    all equal, this is that with lambda = 1. Rewards of later turns are not added to earlier ones.
+    A^turn + lambda A^outcome, those of the second A^outcome. With c = 1, and a second turn whose
+    rewards are all equal, this is that with lambda = 1. Rewards of later turns are not added to
+    earlier ones.
+
     ``advantage: group_mean`` leaves out both deviations; with ``each_reward_std`` turn rewards are
     divided by theirs. Responses that are no episode, and episodes without turn rewards, have A_i.
     """
