@@ -264,7 +264,7 @@ class RolloutGenerator:
                 index=prompt.index,
                 sample=number,
                 endpoint=completion.endpoint,
-                num_tokens=len(completion.token_ids),
+                num_tokens=len(completion.sampled_ids),
             )
             return completion, scores
 

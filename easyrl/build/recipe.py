@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from easyrl.build.control import scored_function
-from easyrl.build.row_settings import sharing
+from easyrl.build.row_settings import has_episodes, sharing
 from easyrl.config import Config
 from easyrl.dataloaders.packing.cost import cost_of_model_at
 from easyrl.dataloaders.packing.groups import Packing, pack_groups
@@ -36,7 +36,7 @@ def group_functions(config: Config) -> GroupFunctions:
     recipe, run = load_recipe(config), run_settings(config)
     keep_order = is_strict(config)  # there, rows are a matter of the prompts' order
     needs = recipe.needs
-    whole_groups = recipe.span == "group" or (recipe.span == "sequence" and _has_episodes(config))
+    whole_groups = recipe.span == "group" or (recipe.span == "sequence" and has_episodes(config))
     pack = _pack_function(config, keep_order=keep_order, whole_groups=whole_groups)
     return GroupFunctions(
         scored=scored_function(config.scoring.shuffle_rewards, config.run.seed),
@@ -120,10 +120,6 @@ def _packing(config: Config) -> Packing:
     if config.model.attention == "own":
         return "padded"
     return sharing(config)
-
-
-def _has_episodes(config: Config) -> bool:
-    return config.source == "rollouts" and bool(config.environments)
 
 
 def _pack_finished(pack: Pack, trained_tokens: Callable[[Completion], np.ndarray]) -> PackFinished:

@@ -36,11 +36,13 @@ def decide_row_settings(config: Config) -> tuple[Config, list[str]]:
     if config.parallel.is_split:
         require_known_packed(read_model_config(config.model), config.model)
         return _decided(config, sharing(config)), []
-    longest = longest_sequence(config)
     problem = None
     for key, path in _models(config):
         with path_errors_named(key):
             hf_config = read_model_config(config.model.model_copy(update={"path": path}))
+        longest = longest_sequence(config)
+        if has_episodes(config):  # as long as the model's context
+            longest = max(longest, int(hf_config.max_position_embeddings))
         _check_padded(key, path, hf_config, longest)
         found = packed_obstacle(hf_config, longest)
         problem = problem or (found and f"{path} is a {architecture_of(hf_config)}: {found}")
@@ -65,7 +67,12 @@ def sharing(config: Config) -> Literal["prompt", "tree", "none"]:
     more than a prompt, and else ``prompt``."""
     if config.trainer.packing != "auto":
         return config.trainer.packing
-    return "tree" if config.source == "rollouts" and config.environments else "prompt"
+    return "tree" if has_episodes(config) else "prompt"
+
+
+def has_episodes(config: Config) -> bool:
+    """Whether a sample is an episode, so that its tokens are not one prompt and one answer."""
+    return config.source == "rollouts" and bool(config.environments)
 
 
 def packed_obstacle(config: PreTrainedConfig, longest: int) -> str | None:
@@ -79,7 +86,7 @@ def packed_obstacle(config: PreTrainedConfig, longest: int) -> str | None:
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens of a prompt with one response, at most."""
+    """Tokens of a prompt with one response, at most; an episode may have more."""
     if isinstance(config, RecordsConfig):
         return int(config.data.max_tokens)
     return config.data.max_prompt_tokens + config.rollout.max_tokens

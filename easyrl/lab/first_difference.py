@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,7 @@ def _in_groups(
     ours, theirs = (run.groups(v, frozenset(accepted)) for run in (one, other))
     for key in accepted:
         found.num_groups += 1
-        found.num_tokens += sum(len(c.token_ids) for c in ours[key].completions)
+        found.num_tokens += sum(len(c.sampled_ids) for c in ours[key].completions)
         yield from _in_group(ours[key], theirs[key], tolerance, {**place, "prompt": key})
 
 
@@ -142,6 +143,8 @@ def _in_group(
 def _in_completion(
     one: Completion, other: Completion, tolerance: float, place: Mapping[str, Any]
 ) -> Iterator[Difference]:
+    for turn, x, y in _in_turns(one, other):
+        yield Difference("turns", x, y, name=f"turn {turn}", **place)
     for token, x, y in _in_arrays(one.token_ids, other.token_ids):
         yield Difference("sampled tokens", x, y, token=token, **place)
     for token, x, y in _in_arrays(one.logprobs, other.logprobs, tolerance):
@@ -150,6 +153,17 @@ def _in_completion(
         yield Difference("trained tokens", x, y, token=token, **place)
     if one.finish_reason != other.finish_reason:
         yield Difference("finish reason", one.finish_reason, other.finish_reason, **place)
+
+
+def _in_turns(one: Completion, other: Completion) -> Iterator[tuple[int, Any, Any]]:
+    """Turns of episodes that are not the same, by number; which endpoint made them aside."""
+    ours, theirs = (
+        [] if c.episode is None else [list(turn[:5]) for turn in c.episode.turns]
+        for c in (one, other)
+    )
+    for number, (x, y) in enumerate(zip_longest(ours, theirs)):
+        if x != y:
+            yield number, x, y
 
 
 def _in_score(

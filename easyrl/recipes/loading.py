@@ -162,7 +162,14 @@ def _without_rewards(config: Config, recipe: Recipe) -> list[str]:
     if config.source == "records" or not recipe.uses_rewards:
         return []
     problems = []
-    if not config.rewards:
+    if config.environments:
+        if _has_each_reward(recipe):
+            problems.append(
+                f"recipe.name: {config.recipe.name}, as it is set, makes its advantages of each of "
+                "several rewards, and an episode has one, its environment's; use recipe.name: grpo "
+                "with advantage: group_std, or turn_grpo"
+            )
+    elif not config.rewards:
         problems.append(
             f"rewards: recipe {config.recipe.name} makes its advantages of rewards; add one"
         )

@@ -19,14 +19,16 @@ class SampledResponse(msgspec.Struct, omit_defaults=True, frozen=True):
     token_ids: list[int]
     finish_reason: str
     endpoint: str = ""
+    num_turns: int = 0  # of an episode, whose tokens are those of its turns one after another
+    num_branches: int = 0
     reward: float | None = None  # None: it was not scored
     components: dict[str, float | None] = {}  # by reward name, unweighted
     reward_failed: bool = False
     advantage: float | None = None  # mean over its trained tokens; None: none is trained
     advantages: tuple[float | None, float | None] | None = None  # least, most; None: all are equal
-    # of each token, where they are not all equal; None: it is not trained
+    # of each token, where they are not all equal, and of an episode; None: it is not trained
     token_advantages: list[float | None] = []
-    logprobs: list[float | None] = []  # of each token, the endpoint's
+    logprobs: list[float | None] = []  # of each token, the endpoint's; None: nobody sampled it
     # mean over its trained tokens, the trainer's minus the endpoint's; None: not compared
     logprob_diff: float | None = None
     token_logprob_diffs: list[float | None] = []  # of each token; None: it is not trained
@@ -123,20 +125,24 @@ def _response(
         advantage = least
         if least != most:
             advantage, spread = float(values.mean()), (least, most)
+        if least != most or completion.episode is not None:
             by_token = _placed(completion, made_of, np.round(values, 5).tolist())
         if compared is not None and compared.by_token:
             differences = _placed(completion, made_of, _three_digits(compared.by_token))
+    episode = completion.episode
     return SampledResponse(
         token_ids=completion.token_ids.tolist(),
         finish_reason=completion.finish_reason,
         endpoint=completion.endpoint,
+        num_turns=0 if episode is None else len(episode.turns),
+        num_branches=0 if episode is None else episode.num_branches,
         reward=None if score is None else float(score.reward),
         components={valid(name): float(value) for name, value in parts.items()},
         reward_failed=score is not None and score.failed,
         advantage=advantage,
         advantages=spread,
         token_advantages=by_token,
-        logprobs=np.round(completion.logprobs.astype(np.float64), 3).tolist(),
+        logprobs=_logprobs(completion),
         logprob_diff=None if compared is None else compared.d / compared.num,
         token_logprob_diffs=differences,
     )
@@ -174,6 +180,14 @@ def _difference(
         sum(own.d for own in differences),
         tuple(by_token.tolist()) if whole else (),
     )
+
+
+def _logprobs(completion: Completion) -> list[float | None]:
+    said = np.round(completion.logprobs.astype(np.float64), 3).tolist()
+    if completion.episode is None:
+        return list(said)
+    sampled = completion.loss_mask.tolist()
+    return [own if is_sampled else None for own, is_sampled in zip(said, sampled, strict=True)]
 
 
 def _placed(

@@ -61,6 +61,9 @@ def response_heading(number: int, response: SampledResponse) -> str:
         _advantage(response),
         f"\u0394 log-prob {'not compared' if difference is None else f'{difference:+.1e}'}",
         f"{len(response.token_ids)} tokens",
+        f"{response.num_turns} turns in {response.num_branches} branches"
+        if response.num_turns
+        else "",
         "truncated" if response.truncated else "",
     ]
     return readable(" | ".join(filter(None, parts)), lines=False)

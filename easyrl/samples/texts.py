@@ -44,7 +44,7 @@ class TextFile:
         responses = [
             {
                 "text": valid(self._decode(completion.token_ids.tolist())),
-                "num_tokens": len(completion.token_ids),
+                "num_tokens": len(completion.sampled_ids),
                 "truncated": completion.truncated,
                 "reward": score.reward,
                 "components": dict(score.components),

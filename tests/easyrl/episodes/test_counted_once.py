@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from easyrl.dataloaders.packing.groups import pack_groups
+from easyrl.dataloaders.producer.open_samples import OpenSamples
 from easyrl.engines.base import ResponseDifference
 from easyrl.episodes.branches import tokens_by_part
 from easyrl.metrics.batch_metrics import BatchTotals
@@ -16,7 +17,9 @@ from easyrl.recipes import DAPO, GRPO, GSPO, PPO
 from easyrl.recipes.groups import trained_group, trained_groups
 from easyrl.recipes.losses import terms_of
 from easyrl.samples.records import sampled_group
+from easyrl.samples.show import response_heading
 from easyrl.schema import FrozenLogprobs, MicroBatch, RolloutGroup, SampleKey
+from easyrl.trainer.look_ahead import LookAhead
 from easyrl.trainer.model_outputs import ModelOutputs
 from tests.easyrl.episodes.trees import Logged, episode, group, typical
 from tests.recipes import group_functions, run_settings
@@ -90,6 +93,16 @@ def test_lengths_are_of_what_was_sampled() -> None:
     assert sums["sequence_tokens"] == sum(len(c.token_ids) for c in of.completions)
 
 
+def test_no_episode_is_split_where_the_loss_couples_its_tokens() -> None:
+    trained = trained_group(GSPO(), two_episodes(), ADVANTAGES, RUN)
+    rows = pack_groups([trained], max_tokens_per_micro_batch=40, packing="tree", whole_groups=True)
+    assert len(rows) == 1 and rows[0].num_tokens > 40
+    # without that it would be: the parts of one sample stand in several rows
+    split = pack_groups([trained], max_tokens_per_micro_batch=40, packing="tree")
+    rows_of = [{key.sample for key in row.sequences} for row in split]
+    assert sum(map(len, rows_of)) > 2
+
+
 class Engine:
     """A critic whose value of a token is its id."""
 
@@ -121,6 +134,24 @@ def test_what_a_critic_says_stands_at_the_sampled_tokens_and_each_part_is_asked_
     assert complete.frozen.values.tolist() == row.label_ids.tolist()
 
 
+def test_responses_of_an_open_group_are_run_ahead_and_found_again() -> None:
+    of, engine = two_episodes(), Engine()
+    functions = group_functions(PPO(), RUN, max_tokens_per_micro_batch=500)
+    outputs = ModelOutputs(cast(Any, engine))
+    open_samples = OpenSamples(2)
+    open_samples.add(of.prompt, 1, of.completions[1])
+    ahead = LookAhead(
+        outputs, functions.pack_finished, open_samples, 500, lambda *_, **__: None, lambda _: None
+    )
+    assert ahead.work() and {key.sample for key in engine.asked} == {1}
+    (row,) = functions.pack_finished([of])
+    complete = outputs.complete(row)
+    assert complete.frozen is not None and complete.frozen.values is not None
+    assert complete.frozen.values.tolist() == row.label_ids.tolist()
+    assert len(engine.asked) == len(set(engine.asked)) == row.num_sequences
+    assert outputs.num_ahead_tokens == of.completions[1].loss_mask.sum()
+
+
 def test_a_kept_sample_has_its_parts_differences_in_the_order_of_its_tokens() -> None:
     of = two_episodes()
     trained = trained_group(GRPO(kl_coef=0.0), of, ADVANTAGES, RUN)
@@ -133,6 +164,11 @@ def test_a_kept_sample_has_its_parts_differences_in_the_order_of_its_tokens() ->
             compared[key] = ResponseDifference(key, len(own), sum(own), own)
     kept = sampled_group(1, trained, "drawn", compared, skipped=False)
     for completion, response in zip(of.completions, kept.responses, strict=True):
+        assert (response.num_turns, response.num_branches) == (7, 5)
+        sampled = [own is not None for own in response.logprobs]
+        assert sampled == completion.loss_mask.tolist()
+        assert [own is not None for own in response.token_advantages] == sampled
+        assert "7 turns in 5 branches" in response_heading(0, response)
         places = np.flatnonzero(completion.loss_mask)
         assert response.logprob_diff == pytest.approx(float(places.mean()))
         for place, own in enumerate(response.token_logprob_diffs):

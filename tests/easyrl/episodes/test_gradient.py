@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from easyrl.completion_check import completion_problem
 from easyrl.dataloaders.packing.groups import Packing, pack_groups
 from easyrl.models.policy_model import run_micro_batch
-from easyrl.recipes.groups import trained_group
+from easyrl.recipes import TurnGRPO
+from easyrl.recipes.groups import trained_group, trained_groups
 from tests.any_models import save_any_model
 from tests.easyrl.episodes.trees import episode, group, typical
 from tests.easyrl.models.test_any_model import BOUND, load, no_casts, plain
@@ -86,6 +89,81 @@ def test_a_token_of_the_environment_has_no_gradient_and_one_too_many_is_seen(
     weights = (row.loss_weights * row.advantages).to(logprobs.dtype)
     weights[0] *= 2
     (weights * logprobs).sum().backward()
+    name, parameter = next(iter(model.named_parameters()))
+    gradient = expected[name.removeprefix("model.")]
+    assert float((parameter.grad - gradient).norm() / gradient.norm()) > 1e-3
+
+
+@pytest.mark.parametrize("packing", ["tree", "none"])
+def test_it_is_with_a_recipes_weights_and_advantages_of_turns(
+    packing: Packing, tmp_path: Path, no_casts: None
+) -> None:
+    """An episode counts once, a turn has its own advantage: formulas written out again."""
+    path = save_any_model(tmp_path, "mistral")
+    of_turns = ([0.5, 0.0, 1.0, 0.0, 0.0, 2.0, 0.0], [0.0, 1.0, 1.0, 0.25, 0.0, 0.0, 0.0])
+    outcomes = (1.0, 0.0)
+    made = []
+    for logged, own, outcome in zip(logged_episodes(), of_turns, outcomes, strict=True):
+        completion = episode(*logged, reward=outcome)
+        assert completion.episode is not None
+        said = replace(completion.episode, turn_rewards=tuple(own))
+        made.append(replace(completion, episode=said))
+    recipe = TurnGRPO(kl_coef=0.0)
+    trained = trained_groups(recipe, run_settings(), [group(*made)])
+    model = load(path, "auto")
+    for row in pack_groups(trained, max_tokens_per_micro_batch=500, packing=packing):
+        logprobs, _ = run_micro_batch(model, row, TEMPERATURE)
+        weights = row.loss_weights.to(logprobs.dtype) * row.advantages.to(logprobs.dtype)
+        (weights * logprobs).sum().backward()
+    got = {n.removeprefix("model."): p.grad for n, p in model.named_parameters()}
+
+    def pair(one: float, other: float) -> float:
+        """``one`` standardised among the two, as GRPO does it."""
+        if one == other:
+            return 0.0
+        return (one - (one + other) / 2) / (abs(one - other) / 2**0.5 + 1e-4)
+
+    alone = plain(path)
+    for sample, logged in enumerate(logged_episodes()):
+        # rows carry weights and advantages as float32, and an outcome's advantage is one before
+        weight = float(np.float32(1 / sum(len(each.sampled) for each in logged)))
+        outcome = float(np.float32(pair(outcomes[sample], outcomes[1 - sample])))
+        for k, each in enumerate(logged):
+            of_turn = pair(of_turns[sample][k], of_turns[1 - sample][k])
+            advantage = float(np.float32(outcome + of_turn))
+            ids = torch.tensor([each.prompt + each.sampled])
+            logits = alone(ids).logits[0, len(each.prompt) - 1 : -1] / TEMPERATURE
+            picked = logits.log_softmax(-1).gather(1, torch.tensor(each.sampled)[:, None])
+            (weight * advantage * picked.sum()).backward()
+    for name, parameter in alone.named_parameters():
+        error = float((got[name] - parameter.grad).norm() / parameter.grad.norm())
+        assert error < BOUND, name
+
+
+def test_a_mask_over_what_the_environment_wrote_is_refused_and_would_be_seen(
+    tmp_path: Path, no_casts: None
+) -> None:
+    path = save_any_model(tmp_path, "mistral")
+    (logged, other) = logged_episodes()
+    wrong = episode(*logged)
+    wrong = replace(wrong, loss_mask=np.ones_like(wrong.loss_mask))
+    assert "loss_mask" in str(completion_problem(wrong))
+    mask = wrong.loss_mask.copy()
+    mask[0] = False  # nothing predicts a first token
+    assert wrong.episode is not None
+    for turn in wrong.episode.turns:
+        mask[turn.start] &= turn.parent is not None
+    trained = trained_group(
+        token_grpo(),
+        group(replace(wrong, loss_mask=mask), episode(*other)),
+        ADVANTAGES,
+        run_settings(),
+    )
+    model = load(path, "auto")
+    (row,) = pack_groups([trained], max_tokens_per_micro_batch=500, packing="tree")
+    logprobs, _ = run_micro_batch(model, row, TEMPERATURE)
+    ((row.loss_weights * row.advantages).to(logprobs.dtype) * logprobs).sum().backward()
+    expected, _ = by_themselves(path)
     name, parameter = next(iter(model.named_parameters()))
     gradient = expected[name.removeprefix("model.")]
     assert float((parameter.grad - gradient).norm() / gradient.norm()) > 1e-3
