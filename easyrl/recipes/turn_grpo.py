@@ -55,11 +55,11 @@ class TurnGRPO(GRPO):
     ) -> Sequence[Advantages]:
         outcomes = super().advantages(groups, run, inputs)
         return [
-            self._credited(group, np.asarray(own))
+            self._by_turn(group, np.asarray(own))
             for group, own in zip(groups, outcomes, strict=True)
         ]
 
-    def _credited(self, group: RolloutGroup, outcomes: np.ndarray) -> Advantages:
+    def _by_turn(self, group: RolloutGroup, outcomes: np.ndarray) -> Advantages:
         if all(c.episode is None or not c.episode.turn_rewards for c in group.completions):
             return outcomes
         credited = []

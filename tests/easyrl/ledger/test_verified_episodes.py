@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from easyrl.ledger import evidence
 from easyrl.ledger.verify import verify
 from easyrl.schema import Completion, Prompt, RolloutGroup, Score, ServedWeights, VersionSpan
 from tests.easyrl.episodes.trees import Logged, episode, typical
@@ -57,16 +58,6 @@ def _environments_token(made: Completion) -> Completion:
 
 
 WRONG: dict[str, tuple[Change, str]] = {
-    "of another version": (
-        lambda made: replace(
-            made,
-            version_spans=(
-                made.version_spans[0]._replace(version="small-1234abcd:0:7"),
-                *made.version_spans[1:],
-            ),
-        ),
-        "are of version small-1234abcd:0:7",
-    ),
     "without a version": (
         lambda made: replace(made, version_spans=made.version_spans[:-1]),
         "has 0 versions, its turns have sampled it 1 times",
@@ -91,3 +82,12 @@ def test_a_token_is_not_on_policy(name: str, tmp_path: Path, monkeypatch) -> Non
     change, said = WRONG[name]
     verdict = trained(tmp_path, monkeypatch, change)
     assert verdict.startswith("NOT on-policy: ") and said in verdict
+
+
+def test_each_turn_has_to_be_of_the_trained_version() -> None:
+    """A certificate refuses others before; a journal that was changed is found too."""
+    made = _stamped(np.random.default_rng(0), "run:0:1")
+    last = made.version_spans[-1]._replace(version="run:0:0")
+    other = replace(made, version_spans=(*made.version_spans[:-1], last))
+    assert evidence._span_problem(made, ["run:0:1"]) is None
+    assert "are of version run:0:0" in str(evidence._span_problem(other, ["run:0:1"]))
