@@ -17,7 +17,6 @@ class BranchPart(NamedTuple):
     number: int  # of the episode's parts, whichever tokens are trained
     endpoint: str  # URL
     token_ids: np.ndarray  # int32, from the branch's root to the last trained token
-    prompt_length: int  # up to the first trained turn's first sampled token
     chosen: np.ndarray  # int64 [n], which of the trained tokens these are
     trained: np.ndarray  # int64 [n], their places in ``token_ids``
 
@@ -39,11 +38,7 @@ def branch_parts(completion: Completion, tokens: np.ndarray) -> list[BranchPart]
         shift = np.array([starts[int(t)] - turns[int(t)].start for t in of_token[chosen]])
         trained = tokens[chosen] + shift
         branch = np.concatenate([completion.token_ids[turns[t].start : turns[t].end] for t in path])
-        first = members[0]
-        prompt_length = starts[first] + turns[first].sampled - turns[first].start
-        parts.append(
-            BranchPart(number, endpoint, branch[: trained[-1] + 1], prompt_length, chosen, trained)
-        )
+        parts.append(BranchPart(number, endpoint, branch[: trained[-1] + 1], chosen, trained))
     return parts
 
 

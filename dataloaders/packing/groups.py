@@ -114,7 +114,7 @@ def _of_episode(
             SampleKey(*prompt, response.sample, part.number),
             part.endpoint,
             part.token_ids,
-            part.prompt_length,
+            0,
             part.trained,
             completion.logprobs[response.tokens[part.chosen]],
             response.advantages[part.chosen],

@@ -103,6 +103,17 @@ def test_no_episode_is_split_where_the_loss_couples_its_tokens() -> None:
     assert sum(map(len, rows_of)) > 2
 
 
+@pytest.mark.parametrize("budget", [40, 60, 80])
+def test_rows_of_episodes_keep_to_the_budget(budget: int) -> None:
+    """Though their parts begin with prompts of many lengths, most of which nobody shares."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        of = group(*(episode(*typical(rng, [10, 11, 12, 13]), reward=r) for r in (1.0, 0.0)))
+        trained = trained_group(GRPO(kl_coef=0.0), of, ADVANTAGES, RUN)
+        rows = pack_groups([trained], max_tokens_per_micro_batch=budget, packing="tree")
+        assert max(row.num_tokens for row in rows) <= budget
+
+
 class Engine:
     """A critic whose value of a token is its id."""
 
