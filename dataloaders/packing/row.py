@@ -19,8 +19,8 @@ class TrainedSequence:
     key: SampleKey
     endpoint: str  # URL, that sampled the response
     token_ids: np.ndarray  # int32 [P + R]
-    # P, what all of its group begin with: at least 1, as the first token of a response needs one that
-    # predicts it; 0 of a part of an episode, whose beginnings only a tree knows
+    # P, what all of its group begin with: at least 1, as the first token of a response needs one
+    # that predicts it; 0 of a part of an episode, whose beginnings only a tree knows
     prompt_length: int
     trained: np.ndarray  # int64 [n], places of the trained tokens, all of them behind the prompt
     logprobs: np.ndarray  # float32 [n], the server's
