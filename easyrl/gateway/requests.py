@@ -136,8 +136,8 @@ class _Stops(msgspec.Struct):
     max_tokens: Count | None = None
 
 
-class _Chat(_Stops):
-    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)] = msgspec.field()
+class _Chat(_Stops, kw_only=True):
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: list[_Tool] | None = None
     tool_choice: Any = None
