@@ -31,7 +31,6 @@ class AnsweredTurn:
     own_ids: np.ndarray  # int32, behind the parent's: what is new of the prompt, and the sampled
     own_text: str  # of the same
     said: str  # the sampled text, without the end of the turn
-    finish_reason: str
 
     @property
     def last_id(self) -> int:

@@ -30,6 +30,7 @@ class Settings(msgspec.Struct, array_like=True):
     max_sessions: int = 4096  # open at once
     body_timeout_s: float = 60.0  # in which a request's body has to arrive
     idle_timeout_s: float = 6 * 3600.0  # without a request, after which a session is given up
+    keep_alive_s: float = 5.0  # between the comments of a stream that waits for its turn
 
 
 class Open(msgspec.Struct, array_like=True, tag=0, gc=False):

@@ -112,10 +112,11 @@ def _behind_answer(
     last = {**calls[-1], "function": {**calls[-1]["function"], "name": renderer.sentinel}}
     marked = {**messages[place], "tool_calls": [*calls[:-1], last]}
     behind = _behind_mark(renderer, messages, place, marked, tools, kwargs)
-    end = _sampled_end(renderer, previous) or str(renderer.tokenizer.eos_token or "")
+    sampled = _sampled_end(renderer, previous)
+    end = sampled or str(renderer.tokenizer.eos_token or "")
     if behind is None or not end or (at := behind.find(end)) < 0:
         return None
-    return behind[at + len(end) :] if _sampled_end(renderer, previous) else behind[at:]
+    return behind[at + len(sampled) :]
 
 
 def _behind_mark(
@@ -136,10 +137,8 @@ def _behind_mark(
 
 
 def _sampled_end(renderer: Renderer, previous: AnsweredTurn) -> str:
-    """The text of the end-of-turn token that was sampled last; empty: the turn was cut off."""
-    if previous.finish_reason == "stop" or renderer.is_special(previous.last_id):
-        return renderer.token_text(previous.last_id)
-    return ""
+    """The text of a token of its own that was sampled last; empty: the turn was cut off."""
+    return renderer.token_text(previous.last_id) if renderer.is_special(previous.last_id) else ""
 
 
 def _without_end(renderer: Renderer, behind: str, previous: AnsweredTurn) -> str:

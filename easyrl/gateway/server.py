@@ -23,7 +23,7 @@ from easyrl.gateway.questions import Questions, SampledTurn
 from easyrl.gateway.rendering import Renderer, renderable
 from easyrl.gateway.requests import ChatRequest, GenerateRequest, chat_request, generate_request
 from easyrl.gateway.sessions import Session, Sessions, checked_request_id, closed_error
-from easyrl.gateway.streaming import KEEP_ALIVE_S, stream
+from easyrl.gateway.streaming import stream
 from easyrl.gateway.tool_calls import parser_named
 
 log = logging.getLogger(__name__)
@@ -47,9 +47,8 @@ class Gateway:
         settings: Settings,
         renderer: Renderer | None,
         send: Callable[[Ask], object],
-        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
-        self._settings, self._renderer, self._keep_alive_s = settings, renderer, keep_alive_s
+        self._settings, self._renderer = settings, renderer
         template = "" if renderer is None else renderer.chat_template
         self._parser = parser_named(settings.tool_parser, template)
         self._sessions = Sessions(settings)
@@ -131,7 +130,7 @@ class Gateway:
             http,
             asyncio.ensure_future(waiting),
             lambda turn: chunks(turn, request, renderer, model),
-            self._keep_alive_s,
+            self._settings.keep_alive_s,
         )
 
     async def _chat_turn(
@@ -162,7 +161,6 @@ class Gateway:
             own_ids=np.concatenate([prompt.new_ids, sampled.token_ids]),
             own_text=prompt.new_text + renderer.decode(sampled.token_ids.tolist()),
             said=turn.said,
-            finish_reason=sampled.finish_reason,
         )
         session.history.record(chain, renderable(turn.message), answered)
         return turn
@@ -222,6 +220,8 @@ async def _errors(http: web.Request, handler: Handler) -> web.StreamResponse:
         problem = error
     except web.HTTPException as error:
         problem = GatewayError(error.status, error.reason)
+    except RecursionError:  # of what reads or writes JSON
+        problem = GatewayError(400, "the body is nested too deeply")
     except ConnectionError:
         raise  # the client is gone
     except Exception:

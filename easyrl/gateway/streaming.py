@@ -17,7 +17,6 @@ from easyrl.gateway.errors import GatewayError
 
 T = TypeVar("T")
 
-KEEP_ALIVE_S = 5.0
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 KEEP_ALIVE, DONE = b": keep-alive\n\n", b"data: [DONE]\n\n"
 
@@ -30,7 +29,7 @@ async def stream(
     http: web.Request,
     turn: asyncio.Future[T],
     events: Callable[[T], Sequence[Any]],
-    keep_alive_s: float = KEEP_ALIVE_S,
+    keep_alive_s: float,
 ) -> web.StreamResponse:
     """Answers with ``events`` of what ``turn`` gives.
 

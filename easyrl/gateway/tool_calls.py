@@ -47,10 +47,10 @@ def json_calls(text: str, names: Collection[str]) -> Parsed:
 
     A name that is no tool's makes it a text: a model may answer in JSON.
     """
-    decoder, calls, at, said = json.JSONDecoder(), [], 0, text.strip()
+    calls, at, said = list[ToolCall](), 0, text.strip()
     while at < len(said):
         try:
-            value, at = decoder.raw_decode(said, at)
+            value, at = _JSON.raw_decode(said, at)
         except (ValueError, RecursionError):
             return text, []
         call = _call(value)
@@ -61,6 +61,11 @@ def json_calls(text: str, names: Collection[str]) -> Parsed:
     return ("", calls) if calls else (text, [])
 
 
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse)  # NaN and the infinities
 PARSERS: Mapping[str, Parser] = {"hermes": tagged_calls, "llama": json_calls}
 
 
@@ -87,7 +92,7 @@ def _split_reasoning(text: str) -> tuple[str, str]:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return _JSON.decode(text)
     except (ValueError, RecursionError):
         return None
 
@@ -99,4 +104,9 @@ def _call(value: Any) -> ToolCall | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    call = ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    try:
+        (call.name + call.arguments).encode()
+    except UnicodeEncodeError:  # half a surrogate pair
+        return None
+    return call

@@ -8,7 +8,6 @@ import orjson
 import pytest
 
 from easyrl.config import SamplingConfig
-from easyrl.gateway import streaming
 from easyrl.gateway.messages import Open, Refused
 from tests.easyrl.gateway.gateway_parts import (
     ADD,
@@ -73,9 +72,8 @@ async def test_a_failure_is_not_kept_for_its_id(tmp_path):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_client_that_hangs_up_finds_its_answer_by_its_id(tmp_path, streams, monkeypatch):
-    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.05)
-    async with served(tmp_path) as gateway:
+async def test_a_client_that_hangs_up_finds_its_answer_by_its_id(tmp_path, streams):
+    async with served(tmp_path, keep_alive_s=0.05) as gateway:
         gateway.trainer.may_answer.clear()
         body = {**BODY, "stream": streams}
         request = asyncio.create_task(gateway.post(body, X_Request_Id="one"))
@@ -96,10 +94,8 @@ async def test_a_client_that_hangs_up_finds_its_answer_by_its_id(tmp_path, strea
         assert gateway.trainer.prompt(1)[: len(begun)] == begun
 
 
-async def test_a_stream_is_kept_alive_until_its_record_and_ends_with_done(tmp_path, monkeypatch):
-    monkeypatch.setattr("easyrl.gateway.server.KEEP_ALIVE_S", 0.05)
-    monkeypatch.setattr("easyrl.gateway.server.Gateway.__init__.__defaults__", (0.05,))
-    async with served(tmp_path) as gateway:
+async def test_a_stream_is_kept_alive_until_its_record_and_ends_with_done(tmp_path):
+    async with served(tmp_path, keep_alive_s=0.05) as gateway:
         gateway.trainer.may_answer.clear()
         headers = {"Authorization": f"Bearer {KEY}"}
         url = gateway.url + "/v1/chat/completions"
@@ -117,9 +113,8 @@ async def test_a_stream_is_kept_alive_until_its_record_and_ends_with_done(tmp_pa
         )
 
 
-async def test_what_fails_behind_a_keep_alive_is_an_event(tmp_path, monkeypatch):
-    monkeypatch.setattr("easyrl.gateway.server.Gateway.__init__.__defaults__", (0.05,))
-    async with served(tmp_path) as gateway:
+async def test_what_fails_behind_a_keep_alive_is_an_event(tmp_path):
+    async with served(tmp_path, keep_alive_s=0.05) as gateway:
         gateway.trainer.may_answer.clear()
         gateway.trainer.says = [Refused(0, 503, "not now")]
         headers = {"Authorization": f"Bearer {KEY}"}
@@ -129,7 +124,7 @@ async def test_what_fails_behind_a_keep_alive_is_an_event(tmp_path, monkeypatch)
             await response.content.readline()
             gateway.trainer.may_answer.set()
             rest = (await response.read()).decode()
-        (said,) = [e for e in rest.split("\n\n") if e.startswith("data: {")]
+        (said,) = [e.strip() for e in rest.split("\n\n") if "data: {" in e]
         assert orjson.loads(said[6:])["error"]["message"] == "not now"
 
 
@@ -246,6 +241,8 @@ async def test_a_body_that_does_not_come_is_given_up(tmp_path):
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b"[]", "no JSON object"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
+        (b'{"messages": [{"role": "user", "x": ' + b"[" * 900 + b"]" * 900 + b"}]}", "x"),
         ({}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),

@@ -94,7 +94,7 @@ EMPTY = PLAIN.replace(
     "template, problem",
     [
         (PLAIN, None),
-        (OPENED, None or "it renders"),
+        (OPENED, "it renders what came before"),
         (EMPTY, "it renders what came before"),
         (STRIPPING, "leaves out the reasoning"),
         (PLAIN.replace("{{ m.content or '' }}", "{{ (m.content or '') | upper }}"), "it renders"),

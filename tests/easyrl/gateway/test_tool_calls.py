@@ -24,6 +24,8 @@ ADD = ToolCall("add", '{"a": 1}')
         (f"{CALL}<tool_call>oops</tool_call>", None, []),
         ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', None, []),
         ('<tool_call>{"name": "add", "arguments": "{}"}</tool_call>', None, []),
+        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', None, []),
+        ('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', None, []),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", None, []),
     ],
 )
