@@ -1,6 +1,7 @@
 """What the model is shown of a conversation: sampled ids stay, what is new is rendered."""
 
 import itertools
+from random import Random
 
 import pytest
 
@@ -251,3 +252,42 @@ async def test_kept_turns_of_a_session_are_not_another_ones(tmp_path):
             if status == 200:
                 break
         assert trainer.prompt(1) == trainer.ids(trainer.prompt_text(1))
+
+
+async def test_a_sub_agent_between_two_turns_is_a_conversation_of_its_own(tmp_path):
+    async with served(tmp_path) as gateway:
+        trainer = gateway.trainer
+        trainer.says = [odd_ids(trainer, "ask the other"), odd_ids(trainer, "the inner one")]
+        answer = await gateway.chat(QUESTION)
+        agent = {"role": "system", "content": "You look things up."}
+        inner = await gateway.chat(agent, QUESTION)
+        await gateway.chat(QUESTION, answer, NEXT)
+        await gateway.chat(agent, QUESTION, inner, NEXT)
+        for number in (0, 1):
+            begun = trainer.prompt(number) + trainer.answered[number]
+            assert trainer.prompt(2 + number) == begun + trainer.ids(NEW)
+        assert trainer.prompt(1) == trainer.ids(trainer.prompt_text(1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_is_sampled_a_conversation_goes_on_behind_it(tmp_path, seed):
+    """Half characters, cut off or ended; also where branches are interleaved."""
+    random = Random(seed)
+    async with served(tmp_path) as gateway:
+        trainer = gateway.trainer
+        end = trainer.ids(END)[0]
+        branches = [([QUESTION], [])]  # messages, and ids up to their last answer
+        for number in range(40):
+            messages, begun = random.choice(branches)
+            sampled = [random.randrange(end) for _ in range(random.randrange(1, 9))]
+            is_cut = random.random() < 0.3
+            if not is_cut:
+                sampled.append(end)
+            trainer.says, trainer.finish_reason = [sampled], "length" if is_cut else "stop"
+            answer = await gateway.chat(*messages)
+            prompt = trainer.prompt(number)
+            assert prompt[: len(begun)] == begun
+            if begun:
+                new = NEW if begun[-1] == end else END + NEW
+                assert prompt[len(begun) :] == trainer.ids(new)
+            branches.append(([*messages, answer, NEXT], prompt + sampled))
