@@ -72,6 +72,10 @@ MAY_IMPORT = {
     "inference_client.servers.embedded": "schema hub kernels.attention.partial_attention"
     " runtime.machine runtime.numerics runtime.shared_cores"
     " inference_client.sample_stream inference_client.transfer inference_client.vllm_plugin",
+    # a process of its own between environments and the trainer's
+    "gateway": "schema config runtime.frames runtime.machine",
+    "episodes": "schema config metrics.event_log runtime.workers timeline.spans"
+    " environments.failures gateway.messages gateway.process inference_client.errors",
     # the model that is trained
     "recipes": "schema config engines.base kernels.logprobs.linear_logprob"
     " kernels.logprobs.token_losses rewards.overlong runtime.user_code",
@@ -182,6 +186,7 @@ LIGHT = """
     runtime.workers.worker_process
     environments.host environments.hosts environments.client environments.kinds.coroutine
     environments.kinds.openenv environments.kinds.tools environments.kinds.verifiers
+    gateway.messages gateway.process gateway.server
     completion_check inference_client.answers inference_client.client inference_client.responses
     inference_client.fetching.fetcher inference_client.fetching.fetcher_pool
     inference_client.fetching.fetcher_process inference_client.fetching.messages

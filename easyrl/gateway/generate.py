@@ -1,0 +1,42 @@
+"""The token route's answers, as vLLM and the embedded server write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from easyrl.gateway.chat import usage
+from easyrl.gateway.questions import SampledTurn
+from easyrl.gateway.requests import GenerateRequest
+
+
+def generate_response(
+    sampled: SampledTurn, request: GenerateRequest, model: str, text: str | None
+) -> dict[str, Any]:
+    """vLLM's ``GenerateTokensResponse``, stamps included. ``text``: where it is asked for."""
+    token_ids = sampled.token_ids.tolist()
+    choice: dict[str, Any] = {} if text is None else {"text": text}
+    choice |= {
+        "index": 0,
+        "finish_reason": sampled.finish_reason,
+        "stop_reason": None,
+        "token_ids": token_ids,
+        "logprobs": _logprobs(token_ids, sampled) if request.logprobs else None,
+        "weight_versions": [span._asdict() for span in sampled.version_spans],
+    }
+    return {
+        "request_id": f"generate-tokens-{sampled.id}",
+        "model": model,
+        "created": sampled.created,
+        "usage": usage(sampled),
+        "prompt_token_ids": sampled.prompt_ids.tolist() if request.return_token_ids else None,
+        "output_mode": "tokens" if text is None else "text",
+        "choices": [choice],
+    }
+
+
+def _logprobs(token_ids: list[int], sampled: SampledTurn) -> dict[str, Any]:
+    content = []
+    for token_id, logprob in zip(token_ids, sampled.logprobs.tolist(), strict=True):
+        said = {"token_id": token_id, "logprob": logprob, "rank": None}
+        content.append({**said, "top_logprobs": [said]})
+    return {"content": content}

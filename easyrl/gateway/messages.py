@@ -1,0 +1,105 @@
+"""What the trainer's process and the gateway tell each other: lists of these, as MessagePack."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from easyrl.schema import Completion, VersionSpan
+
+HEARTBEAT_S = 1.0  # the gateway sends a list of requests, maybe an empty one, at least so often
+
+# Of a template that renders earlier turns otherwise than they were sampled (such as one that strips
+# their reasoning): "keep" continues the sampled ids, "as_template" renders the whole afresh.
+History: TypeAlias = Literal["keep", "as_template"]
+
+
+class Settings(msgspec.Struct, array_like=True):
+    """The first message to a gateway, by itself."""
+
+    tokenizer: str  # folder
+    run_key: str = ""  # accepted for each session, as its own is; empty: no such key
+    model: str = "policy"  # its name in answers and in ``/v1/models``
+    chat_template: str | None = None  # Jinja; None: the tokenizer's own
+    chat_template_kwargs: dict[str, Any] = {}  # to each rendering
+    tool_parser: str = "auto"  # how a sampled text says its tool calls: a name of ``tool_calls``
+    max_body_bytes: int = 16 * 2**20  # of a request
+    max_requests: int = 64  # open at once in one session
+    max_sessions: int = 4096  # open at once
+    body_timeout_s: float = 60.0  # in which a request's body has to arrive
+    idle_timeout_s: float = 6 * 3600.0  # without a request, after which a session is given up
+    keep_alive_s: float = 5.0  # between the comments of a stream that waits for its turn
+
+
+class Open(msgspec.Struct, array_like=True, tag=0, gc=False):
+    """A session begins."""
+
+    session: str
+    key: str  # of HTTP
+    sampling: bytes  # JSON of the ``SamplingConfig`` that training samples with
+    history: History = "keep"
+
+
+class Close(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """A session ends: what it still asks for is refused."""
+
+    session: str
+
+
+class Answer(msgspec.Struct, array_like=True, tag=2, gc=False):
+    """What was sampled for an ``Ask``, and is recorded."""
+
+    number: int
+    token_ids: bytes  # int32 [R]
+    logprobs: bytes  # float32 [R]
+    finish_reason: str
+    version_spans: tuple[VersionSpan, ...]
+    endpoint: str  # URL
+
+    @classmethod
+    def of(cls, number: int, made: Completion) -> Answer:
+        return cls(
+            number,
+            np.asarray(made.token_ids, np.int32).tobytes(),
+            np.asarray(made.logprobs, np.float32).tobytes(),
+            made.finish_reason,
+            made.version_spans,
+            made.endpoint,
+        )
+
+
+class Refused(msgspec.Struct, array_like=True, tag=3, gc=False):
+    """An ``Ask`` that is not sampled."""
+
+    number: int
+    status: int  # HTTP's
+    message: str
+
+
+class Ready(msgspec.Struct, array_like=True, tag=0, gc=False):
+    """The gateway serves."""
+
+    port: int  # on 127.0.0.1
+    template_problem: str | None = None  # why the chat template cannot continue sampled ids exactly
+
+
+class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """A turn is to be sampled, as training samples; limits can only be narrower."""
+
+    number: int
+    session: str
+    prompt_ids: bytes  # int32 [P]
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+Order: TypeAlias = Open | Close | Answer | Refused
+Request: TypeAlias = Ready | Ask
+
+encode = msgspec.msgpack.Encoder().encode
+decode_settings: Any = msgspec.msgpack.Decoder(Settings).decode
+decode_orders: Any = msgspec.msgpack.Decoder(list[Order]).decode
+decode_requests: Any = msgspec.msgpack.Decoder(list[Request]).decode

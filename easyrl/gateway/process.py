@@ -1,0 +1,126 @@
+"""The gateway's process: an HTTP server for environments, and a socket to the trainer's process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from easyrl.gateway.messages import (
+    HEARTBEAT_S,
+    Ready,
+    Request,
+    Settings,
+    decode_orders,
+    decode_settings,
+    encode,
+)
+from easyrl.gateway.prompts import template_continues
+from easyrl.gateway.rendering import Renderer
+from easyrl.gateway.server import Gateway
+from easyrl.runtime.frames import FrameSplitter, frame
+from easyrl.runtime.machine import allow_open_files, limit_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ENTRY = f"{__name__}:gateway_main"
+HOST = "127.0.0.1"
+ORDERS_BYTES = 2**18  # read at once
+MEMORY_SHARE = 0.25  # of the machine's: what floods it is to end here, and not the trainer
+BACKLOG = 1024  # connections that wait to be accepted
+
+
+def gateway_main(connection: socket.socket) -> None:
+    """What the process runs, until the other end of ``connection`` is closed."""
+    allow_open_files()
+    limit_memory(MEMORY_SHARE)
+    _do_without_torch()
+    asyncio.run(serve(connection))
+
+
+def _do_without_torch() -> None:
+    """transformers has a tokenizer without it too, in half the time and memory."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would say that it is missing
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+
+
+async def serve(connection: socket.socket) -> None:
+    """Serves what the first message says, until ``connection``'s other end is closed."""
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    frames, gateway, runner = FrameSplitter(), None, None
+    try:
+        while data := await reader.read(ORDERS_BYTES):
+            for payload in frames.feed(data):
+                if gateway is not None:
+                    for order in decode_orders(payload):
+                        gateway.obey(order)
+                    continue
+                outbox = _Outbox(writer)
+                gateway, problem = _gateway(decode_settings(payload), outbox)
+                runner, port = await _started(gateway)
+                outbox.send(Ready(port, problem))
+                beating = asyncio.create_task(_beat(outbox, gateway))
+                beating.add_done_callback(lambda task: task.cancelled() or task.result())
+    except ConnectionError:
+        pass  # the trainer's process has died
+    finally:
+        if runner is not None:
+            beating.cancel()
+            await runner.cleanup()
+        writer.close()
+
+
+def _gateway(settings: Settings, outbox: _Outbox) -> tuple[Gateway, str | None]:
+    """The gateway, and why its template cannot continue what was sampled."""
+    tokenizer = read_tokenizer(Path(settings.tokenizer))
+    renderer, problem = None, "there is none"
+    if settings.chat_template is not None or tokenizer.chat_template is not None:
+        renderer = Renderer(tokenizer, settings.chat_template, settings.chat_template_kwargs)
+        problem = template_continues(renderer)
+    return Gateway(settings, renderer, outbox.send), problem
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+async def _started(gateway: Gateway) -> tuple[web.AppRunner, int]:
+    """The running server, and its port: the system's choice."""
+    runner = web.AppRunner(gateway.app(), access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    listener = socket.create_server((HOST, 0), backlog=BACKLOG)
+    await web.SockSite(runner, listener, backlog=BACKLOG).start()
+    port: int = listener.getsockname()[1]
+    return runner, port
+
+
+async def _beat(outbox: _Outbox, gateway: Gateway) -> None:
+    while True:
+        await asyncio.sleep(HEARTBEAT_S)
+        gateway.close_idle()
+        outbox.beat()
+
+
+class _Outbox:
+    """What goes to the trainer's process: together, what one turn of the loop has to say."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer, self._requests = writer, list[Request]()
+
+    def send(self, request: Request) -> None:
+        if not self._requests:
+            asyncio.get_running_loop().call_soon(self.beat)
+        self._requests.append(request)
+
+    def beat(self) -> None:
+        """Sends what there is, if nothing an empty list."""
+        requests, self._requests = self._requests, []
+        self._writer.write(frame(encode(requests)))

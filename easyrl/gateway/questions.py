@@ -1,0 +1,75 @@
+"""What the trainer's process was asked and has not answered."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from easyrl.gateway.errors import GatewayError, refusal
+from easyrl.gateway.messages import Answer, Ask, Refused
+from easyrl.gateway.requests import Limits
+from easyrl.schema import VersionSpan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledTurn:
+    """A turn as the trainer's process has recorded it."""
+
+    prompt_ids: np.ndarray  # int32 [P]
+    token_ids: np.ndarray  # int32 [R]
+    logprobs: np.ndarray  # float32 [R]
+    finish_reason: str
+    version_spans: tuple[VersionSpan, ...]
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Questions:
+    """Turns that are being sampled, by number."""
+
+    def __init__(self, send: Callable[[Ask], object]) -> None:
+        self._send = send
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[str, asyncio.Future[Answer]]] = {}
+
+    async def ask(self, session: str, prompt_ids: np.ndarray, limits: Limits) -> SampledTurn:
+        """What is sampled behind ``prompt_ids``, int32 [P]. Raises ``GatewayError``."""
+        number = next(self._numbers)
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = session, answered
+        ids = np.asarray(prompt_ids, np.int32)
+        shorter = limits.max_tokens, limits.stop, limits.stop_token_ids
+        self._send(Ask(number, session, ids.tobytes(), *shorter))
+        try:
+            answer = await answered
+        finally:
+            self._waiting.pop(number, None)
+        return SampledTurn(
+            ids,
+            np.frombuffer(answer.token_ids, np.int32),
+            np.frombuffer(answer.logprobs, np.float32),
+            answer.finish_reason,
+            answer.version_spans,
+        )
+
+    def answered(self, told: Answer | Refused) -> None:
+        """One that nobody waits for any more is ignored."""
+        _, future = self._waiting.get(told.number, (None, None))
+        if future is None or future.done():
+            return
+        if isinstance(told, Answer):
+            future.set_result(told)
+        else:
+            future.set_exception(refusal(told.status, told.message))
+
+    def end_of(self, session: str, error: GatewayError) -> None:
+        """Nothing of ``session`` is waited for any more."""
+        for asked_by, future in list(self._waiting.values()):
+            if asked_by == session and not future.done():
+                future.set_exception(error)

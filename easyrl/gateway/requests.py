@@ -1,0 +1,285 @@
+"""Bodies of requests: what they may say, and what they may not because training decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from easyrl.config import SamplingConfig
+from easyrl.gateway.errors import BadRequest
+
+T = TypeVar("T")
+
+# Of ``SamplingConfig``: equal to training's, or absent.
+TRAININGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+# Training has none of these, and would train on tokens of another distribution, or of none; with
+# the values that say nothing.
+NEVER: Mapping[str, tuple[Any, ...]] = {
+    "seed": (),
+    "n": (1,),
+    "best_of": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "use_beam_search": (False,),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "prediction": (),
+    "functions": ([],),
+    "function_call": (),
+    "audio": (),
+    "modalities": (["text"],),
+    "documents": ([],),
+    "echo": (False,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "prompt_logprobs": (),
+    "features": (),
+    "content_parts": (),
+    "kv_transfer_params": (),
+}
+RESERVED_KWARGS = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "messages",
+    "tokenize",
+    "tools",
+}
+MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1000
+MAX_SHOWN = 80  # characters of a value in a message
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much shorter than training's a turn is to be."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """``POST /v1/chat/completions``, checked."""
+
+    messages: list[dict[str, Any]]  # as they came
+    limits: Limits
+    tools: list[dict[str, Any]] | None = None
+    parses_calls: bool = False  # there are tools, and the model may call them
+    max_calls: int | None = None  # of tools, in one answer
+    logprobs: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False  # a token's text in ``logprobs`` is its id
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """``POST /inference/v1/generate``, checked."""
+
+    token_ids: np.ndarray  # int32 [P]
+    limits: Limits
+    logprobs: bool = False
+    return_token_ids: bool = False
+    wants_text: bool = False
+
+
+class _Message(msgspec.Struct):
+    role: str
+
+
+class _Function(msgspec.Struct):
+    name: str
+
+
+class _Tool(msgspec.Struct):
+    function: _Function
+    type: str = "function"
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Stops(msgspec.Struct):
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    max_tokens: Count | None = None
+
+
+class _Chat(_Stops, kw_only=True):
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _Params(_Stops):
+    logprobs: int | None = None
+
+
+class _Generate(msgspec.Struct):
+    token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+    sampling_params: _Params = msgspec.field(default_factory=_Params)
+    stream: bool | None = None
+    return_token_ids: bool | None = None
+    output_mode: str | None = None
+
+
+def chat_request(body: bytes, sampling: SamplingConfig) -> ChatRequest:
+    """Raises ``BadRequest``; ``sampling`` is training's."""
+    data = _json(body)
+    asked = _converted(data, _Chat)
+    _check_forced(data, sampling)
+    if asked.top_logprobs:
+        raise BadRequest(
+            "top_logprobs",
+            f"is {asked.top_logprobs}: the sampled token's log-probability alone is recorded; "
+            "leave it out",
+        )
+    choice = asked.tool_choice
+    if choice not in (None, "auto", "none"):
+        raise BadRequest(
+            "tool_choice",
+            f"{_shown(choice)} would force what is sampled, and training forces nothing; "
+            'use "auto" or "none"',
+        )
+    if asked.stream_options is not None and not asked.stream:
+        raise BadRequest("stream_options", "needs stream: true")
+    kwargs = asked.chat_template_kwargs or {}
+    if clash := sorted(RESERVED_KWARGS & kwargs.keys()):
+        raise BadRequest("chat_template_kwargs", f"{clash} are set by the gateway; leave them out")
+    limit = [n for n in (asked.max_tokens, asked.max_completion_tokens) if n is not None]
+    return ChatRequest(
+        data["messages"],
+        _limits(asked, min(limit, default=None)),
+        tools=data.get("tools") or None,
+        parses_calls=bool(asked.tools) and choice != "none",
+        max_calls=1 if asked.parallel_tool_calls is False else None,
+        logprobs=bool(asked.logprobs),
+        stream=bool(asked.stream),
+        include_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
+        return_token_ids=bool(asked.return_token_ids),
+        tokens_as_ids=bool(asked.return_tokens_as_token_ids),
+        template_kwargs=kwargs,
+    )
+
+
+def generate_request(body: bytes, sampling: SamplingConfig) -> GenerateRequest:
+    """Raises ``BadRequest``; ``sampling`` is training's."""
+    data = _json(body)
+    asked = _converted(data, _Generate)
+    params = data.get("sampling_params") or {}
+    _check_forced(params, sampling, "sampling_params.")
+    _check_forced({k: v for k, v in data.items() if k in NEVER}, sampling)
+    if asked.stream:
+        raise BadRequest("stream", "is not supported on this route; leave it out")
+    if asked.sampling_params.logprobs:
+        raise BadRequest(
+            "sampling_params.logprobs",
+            f"is {asked.sampling_params.logprobs}: the sampled token's log-probability alone is "
+            "recorded; use 0",
+        )
+    if asked.output_mode not in (None, "tokens", "text"):
+        raise BadRequest(
+            "output_mode", f'{_shown(asked.output_mode)} is neither "tokens" nor "text"'
+        )
+    return GenerateRequest(
+        np.array(asked.token_ids, dtype=np.int32),
+        _limits(asked.sampling_params, asked.sampling_params.max_tokens, "sampling_params."),
+        logprobs=asked.sampling_params.logprobs is not None,
+        return_token_ids=bool(asked.return_token_ids),
+        wants_text=asked.output_mode == "text",
+    )
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    try:
+        data = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest("body", f"is not JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise BadRequest("body", "is no JSON object")
+    return data
+
+
+def _converted(data: dict[str, Any], form: type[T]) -> T:
+    try:
+        return msgspec.convert(data, form)
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).partition(" - at `$.")
+        raise BadRequest(path.removesuffix("`") or "body", problem) from None
+
+
+def _check_forced(values: Mapping[str, Any], sampling: SamplingConfig, where: str = "") -> None:
+    """Raises ``BadRequest`` at what training decides, if it is to be otherwise."""
+    for key in TRAININGS:
+        own, value = getattr(sampling, key), values.get(key)
+        if key == "top_k" and value == 0:
+            value = -1  # both are all tokens
+        if value is None or (value == own and isinstance(value, bool) == isinstance(own, bool)):
+            continue
+        raise BadRequest(
+            where + key,
+            f"{_shown(value)} is not what training samples with, which is {own}; leave it out or "
+            f"send {own}",
+        )
+    for key, neutral in NEVER.items():
+        value = values.get(key)
+        if value is None or value in neutral:
+            continue
+        what = "is set by training, per turn" if key == "seed" else "is not how training samples"
+        remedy = f" or send {neutral[0]!r}" if neutral else ""
+        raise BadRequest(where + key, f"{_shown(value)} {what}; leave it out{remedy}")
+
+
+def _limits(asked: _Stops, max_tokens: int | None, where: str = "") -> Limits:
+    stop: Sequence[str] = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
+    if len(stop) > MAX_STOPS or any(not 0 < len(s) <= MAX_STOP_CHARACTERS for s in stop):
+        raise BadRequest(
+            where + "stop",
+            f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters each",
+        )
+    return Limits(max_tokens, tuple(stop), tuple(asked.stop_token_ids or ()))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
