@@ -51,11 +51,10 @@ class Verifiers:
         self._rows: dict[int, dict[str, Any]] | None = None
 
     async def start(self) -> None:
-        import httpx
         import openai
 
         self._client = openai.AsyncOpenAI(
-            api_key="-", base_url="http://127.0.0.1", timeout=httpx.Timeout(None, connect=30.0)
+            api_key="-", base_url="http://127.0.0.1", timeout=openai.Timeout(None, connect=30.0)
         )
 
     async def rollout(self, session: Any, prompt: Any) -> dict[str, Any]:
