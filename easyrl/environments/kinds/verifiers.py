@@ -91,7 +91,6 @@ class Verifiers:
         row = {
             "prompt": prompt.messages,
             "example_id": prompt.index,
-            "task": prompt.metadata.get("task", ""),
             "info": prompt.metadata.get("info", prompt.metadata),
         }
         if prompt.answer is not None:
