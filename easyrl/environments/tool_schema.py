@@ -55,7 +55,7 @@ class FunctionSchema:
                 )
             default = ... if parameter.default is parameter.empty else parameter.default
             # the name is the alias: a field called copy or json would hide a method of pydantic's
-            meaning = {"description": meanings[name]} if name in meanings else {}
+            meaning: dict[str, Any] = {"description": meanings[name]} if name in meanings else {}
             fields[f"argument_{name}"] = (types[name], Field(default, alias=name, **meaning))
         try:
             self._model = create_model(self.name, __base__=_Arguments, **fields)

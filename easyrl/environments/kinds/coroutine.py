@@ -64,7 +64,7 @@ def _function(file: Path, name: str) -> Callable[..., Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules["easyrl_environment"] = module
     spec.loader.exec_module(module)
-    function = vars(module).get(name)
+    function: Any = vars(module).get(name)
     if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     ):

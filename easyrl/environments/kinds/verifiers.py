@@ -105,5 +105,5 @@ def load(settings: dict[str, Any]) -> Verifiers:
 def _told(error: Any) -> str:
     """What the library says of an error, which is a mapping in newer versions."""
     if isinstance(error, dict):
-        return str(error.get("error_chain_str") or error.get("error") or error)
+        return str(error.get("error_chain_repr") or error.get("error") or error)
     return str(error)

@@ -28,11 +28,10 @@ class Guessing(vf.MultiTurnEnv):
             say = "right"
         else:
             say = "higher" if guess < number else "lower"
-        return [{"role": "user", "content": say}]
-
-    @vf.stop
-    async def found(self, state: Any, **kwargs: Any) -> bool:
-        return bool(state["guesses"]) and state["guesses"][-1] == int(state["answer"])
+        answer = [{"role": "user", "content": say}]
+        if say == "right":
+            state["final_env_response"] = answer  # the model is not asked again
+        return answer
 
 
 def found_it(state: Any, **kwargs: Any) -> float:
