@@ -17,7 +17,7 @@ EASYRL_VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 VLLM_SETUP := setup-vllm
 endif
 
-.PHONY: demo test test-browser test-gpu bench-gpu test-runs test-slow test-triton test-peers test-trackers test-npu-signatures test-vllm test-hosts docs lint typecheck setup setup-vllm clean
+.PHONY: demo test test-browser test-gpu bench-gpu test-runs test-slow test-triton test-peers test-trackers test-verifiers test-npu-signatures test-vllm test-hosts docs lint typecheck setup setup-vllm clean
 
 # extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
 # split over processes: make demo PARALLEL=tp2pp2
@@ -61,6 +61,12 @@ test-peers: setup   ## losses, gradients and advantages against TRL's and verl's
 test-trackers: setup   ## each tracker's own package, without a network
 	test -d .trackers/wandb || $(BIN)/pip install --quiet --upgrade -c constraints.txt --target .trackers wandb trackio swanlab prometheus-client mlflow-skinny mlflow-tracing sqlalchemy alembic
 	EASYRL_TEST_TRACKERS=1 PYTHONPATH=$(abspath .trackers) $(BIN)/python -m pytest tests/easyrl/metrics/trackers
+
+# Installed apart: verifiers wants other versions than we do. Its environments have a Python of their
+# own in a run, too. A test whose package is missing fails here; elsewhere it is skipped.
+test-verifiers: setup   ## environments of the verifiers library, and tools of MCP servers
+	test -d .verifiers/verifiers || $(BIN)/pip install --quiet --upgrade --target .verifiers "verifiers==0.1.14" mcp
+	EASYRL_TEST_VERIFIERS=$(abspath .verifiers) $(BIN)/python -m pytest tests/easyrl/environments/test_verifiers.py tests/easyrl/environments/test_mcp.py
 
 # torch-npu cannot be imported without Ascend's CANN; its wheel (44 MB) has the operators'
 # declarations. Downloaded, not installed.

@@ -42,7 +42,8 @@ class FinalRewards:
             metadata=asked.metadata,
             messages=asked.messages,
         )
-        total, components = 0.0, {}
+        total = 0.0
+        components: dict[str, float] = {}
         for reward, function in self._rewards:
 
             def call(function: Any = function) -> Any:

@@ -192,7 +192,9 @@ class Output:
         os.dup2(write, 1)
         os.dup2(write, 2)
         os.close(write)
-        sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
+        # new ones: those that were opened on a file cannot write to a pipe
+        sys.stdout = open(1, "w", buffering=1, errors="replace", closefd=False)
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         self._lock = threading.Lock()
         self._kept, self._dropped = b"", 0
         threading.Thread(target=self._read, args=(read,), daemon=True).start()
@@ -338,8 +340,13 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
+    _trainers_stderr = os.dup(2)  # what is printed goes elsewhere from now on
+    _exit_code = 0
     try:
         main(sys.argv[1:])
     except BrokenPipeError:
         pass
-    os._exit(0)  # a thread of the user's must not hold it up
+    except BaseException:
+        _exit_code = 1
+        os.write(_trainers_stderr, traceback.format_exc().encode(errors="replace"))
+    os._exit(_exit_code)  # a thread of the user's must not hold it up

@@ -55,8 +55,8 @@ class FunctionSchema:
                 )
             default = ... if parameter.default is parameter.empty else parameter.default
             # the name is the alias: a field called copy or json would hide a method of pydantic's
-            described = Field(default, alias=name, description=meanings.get(name))
-            fields[f"argument_{name}"] = (types[name], described)
+            meaning: dict[str, Any] = {"description": meanings[name]} if name in meanings else {}
+            fields[f"argument_{name}"] = (types[name], Field(default, alias=name, **meaning))
         try:
             self._model = create_model(self.name, __base__=_Arguments, **fields)
             schema = self._model.model_json_schema(by_alias=True)
@@ -65,7 +65,7 @@ class FunctionSchema:
             PydanticInvalidForJsonSchema,
             PydanticUserError,
         ) as error:
-            reason = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0].partition(". ")[0]
             raise ValueError(f"{where}: tool {self.name} has no JSON schema: {reason}") from None
         self.description = summary
         self.parameters = _without_titles(schema) | {"type": "object"}

@@ -37,7 +37,8 @@ class Tool(ABC):
 class FunctionTool(Tool):
     """A typed Python function. A plain one runs in a thread, which cannot be ended."""
 
-    _stuck = 0
+    _stuck = 0  # threads of this process whose calls have run out of time
+    _lock = threading.Lock()
 
     def __init__(self, function: Callable[..., Any], timeout_s: float, where: str = "") -> None:
         self._function, self._schema = function, FunctionSchema(function, where)
@@ -50,13 +51,22 @@ class FunctionTool(Tool):
             return as_text(await self._function(**given))
         if FunctionTool._stuck >= MOST_STUCK:
             raise ToolsStuck(f"{MOST_STUCK} calls of tools hang; bound what they wait for")
-        FunctionTool._stuck += 1  # until it ends
-        result = await in_thread(lambda: self._function(**given), self._ended)
-        return as_text(await result if inspect.isawaitable(result) else result)
+        has_ended = is_stuck = False
 
-    @staticmethod
-    def _ended() -> None:
-        FunctionTool._stuck -= 1
+        def ended() -> None:
+            nonlocal has_ended
+            with FunctionTool._lock:
+                has_ended = True
+                FunctionTool._stuck -= is_stuck
+
+        try:
+            result = await in_thread(lambda: self._function(**given), ended)
+        except asyncio.CancelledError:
+            with FunctionTool._lock:
+                is_stuck = not has_ended
+                FunctionTool._stuck += is_stuck
+            raise
+        return as_text(await result if inspect.isawaitable(result) else result)
 
 
 class ToolsStuck(RuntimeError):
@@ -165,13 +175,12 @@ def as_text(value: Any) -> str:
 async def in_thread(function: Callable[[], Any], ended: Callable[[], None] = lambda: None) -> Any:
     """What ``function`` returns, in a thread of its own: one that hangs is in nobody's way.
 
-    ``ended`` is called in the event loop when it has, also if nobody waits any more.
+    ``ended`` is called in that thread when it has, also if nobody waits any more.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
     def tell(result: Any, error: BaseException | None) -> None:
-        ended()
         if future.done():
             return
         if error is None:
@@ -187,6 +196,7 @@ async def in_thread(function: Callable[[], Any], ended: Callable[[], None] = lam
             result = function()
         except BaseException as raised:
             error = raised
+        ended()
         try:
             loop.call_soon_threadsafe(tell, result, error)
         except RuntimeError:  # the loop has ended meanwhile

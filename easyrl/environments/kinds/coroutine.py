@@ -32,7 +32,6 @@ class Coroutine:
             self._client = Connections()
             return
         try:
-            import httpx
             import openai
         except ImportError:
             raise ImportError(
@@ -42,7 +41,7 @@ class Coroutine:
         # one for all rollouts: each of its own would load certificates; what a model needs for an
         # answer is bounded by the run, not by a time limit here
         self._client = openai.AsyncOpenAI(
-            api_key="-", base_url="http://127.0.0.1", timeout=httpx.Timeout(None, connect=30.0)
+            api_key="-", base_url="http://127.0.0.1", timeout=openai.Timeout(None, connect=30.0)
         )
 
     async def rollout(self, session: Any, prompt: Any) -> Any:
@@ -65,7 +64,7 @@ def _function(file: Path, name: str) -> Callable[..., Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules["easyrl_environment"] = module
     spec.loader.exec_module(module)
-    function = vars(module).get(name)
+    function: Any = vars(module).get(name)
     if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     ):

@@ -51,11 +51,10 @@ class Verifiers:
         self._rows: dict[int, dict[str, Any]] | None = None
 
     async def start(self) -> None:
-        import httpx
         import openai
 
         self._client = openai.AsyncOpenAI(
-            api_key="-", base_url="http://127.0.0.1", timeout=httpx.Timeout(None, connect=30.0)
+            api_key="-", base_url="http://127.0.0.1", timeout=openai.Timeout(None, connect=30.0)
         )
 
     async def rollout(self, session: Any, prompt: Any) -> dict[str, Any]:
@@ -92,7 +91,6 @@ class Verifiers:
         row = {
             "prompt": prompt.messages,
             "example_id": prompt.index,
-            "task": prompt.metadata.get("task", ""),
             "info": prompt.metadata.get("info", prompt.metadata),
         }
         if prompt.answer is not None:
@@ -107,5 +105,5 @@ def load(settings: dict[str, Any]) -> Verifiers:
 def _told(error: Any) -> str:
     """What the library says of an error, which is a mapping in newer versions."""
     if isinstance(error, dict):
-        return str(error.get("error_chain_str") or error.get("error") or error)
+        return str(error.get("error_chain_repr") or error.get("error") or error)
     return str(error)

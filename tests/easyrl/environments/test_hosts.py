@@ -372,9 +372,9 @@ async def test_an_environment_with_a_python_of_its_own(tmp_path: Path) -> None:
             return 1.0
     """
     # without site-packages there is no openai either; a stand-in shows what is made of it
-    written(tmp_path, "class Timeout:\n    def __init__(self, *a, **k): ...\n", "httpx.py")
     written(
         tmp_path,
+        "def Timeout(*_, **__): ...\n"
         "class AsyncOpenAI:\n"
         "    def __init__(self, **k): ...\n"
         "    def with_options(self, **k): return self\n",

@@ -1,0 +1,132 @@
+"""Environments of the ``verifiers`` library, unmodified, in a Python without ours."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easyrl.config import EnvironmentConfig
+from easyrl.environments.failures import EnvironmentFailed
+from easyrl.environments.hosts import EnvironmentHosts
+from tests.easyrl.environments.environment_cases import prompt, rollout, running, written
+from tests.easyrl.environments.installed import folder_with, python_with
+from tests.easyrl.environments.scripted_chat import ScriptedChat, calls, refuses, says
+
+
+def environment(folder: Path, module: str, **args: Any) -> EnvironmentConfig:
+    python = python_with(folder_with("verifiers"), folder)
+    return EnvironmentConfig(name="vf", verifiers=module, args=args, python=python)
+
+
+def halves(body: dict[str, Any]) -> dict[str, Any]:
+    """A player that halves what is left."""
+    low, high, guess = 1, 20, 0
+    for message in body["messages"]:
+        if message["role"] == "assistant":
+            guess = int(message["content"])
+        elif message["content"] == "higher":
+            low = guess + 1
+        elif message["content"] == "lower":
+            high = guess - 1
+    return says(str((low + high) // 2))
+
+
+async def test_several_turns_with_a_state(tmp_path: Path) -> None:
+    async with ScriptedChat(halves) as chat:
+        async with running(environment(tmp_path, "guessing", weight_of_speed=0.5)) as hosts:
+            # 10, 5, 2, 3
+            outcome = await rollout(hosts, chat, prompt("Guess.", answer="3"), session="a")
+            assert outcome.reward == pytest.approx(1.0 + 0.5 / 4)
+            assert outcome.components["found_it"] == 1.0
+            assert outcome.components["speed"] == 0.25
+            assert [chat.sessions.count("a"), chat.bodies[0]["messages"][0]["content"]] == [
+                4,
+                "Guess.",
+            ]
+            # a row of its own data: number 17 in 10, 15, 18, 16, 17
+            row = prompt("(its own)", answer=None, metadata={"example_id": 1})
+            own = await rollout(hosts, chat, row, session="b")
+            assert own.components["speed"] == pytest.approx(0.2)
+            assert chat.bodies[-1]["messages"][0]["content"].startswith("Guess my number")
+            with pytest.raises(EnvironmentFailed, match="has example_id 9.* has 2 rows without it"):
+                await rollout(hosts, chat, prompt(metadata={"example_id": 9}))
+
+
+async def test_its_turns_are_bounded_and_its_sampling_is_not_sent(tmp_path: Path) -> None:
+    async with ScriptedChat(lambda _: says("20")) as chat:
+        async with running(environment(tmp_path, "guessing", max_turns=3)) as hosts:
+            outcome = await rollout(hosts, chat, prompt(answer="3"))
+    assert outcome.components["found_it"] == 0.0
+    assert len(chat.bodies) == 3
+    assert not {"temperature", "top_p", "seed"} & set(chat.bodies[0])
+
+
+async def test_tools(tmp_path: Path) -> None:
+    def script(body: dict[str, Any]) -> dict[str, Any]:
+        last = body["messages"][-1]
+        if last["role"] == "tool":
+            return says(f"It is {last['content']}.")
+        return calls(("multiply", json.dumps({"a": 12, "b": 13})))
+
+    async with ScriptedChat(script) as chat:
+        async with running(environment(tmp_path, "multiplying")) as hosts:
+            row = prompt(answer=None, metadata={"example_id": 0})
+            outcome = await rollout(hosts, chat, row)
+    assert outcome.reward == 1.0
+    assert outcome.components["multiply_calls"] == 1.0
+    (tool,) = chat.bodies[0]["tools"]
+    assert tool["function"]["name"] == "multiply"
+    assert chat.bodies[0]["messages"][0] == {"role": "system", "content": "Use the tool."}
+
+
+async def test_an_error_of_the_gateway_fails_the_rollout(tmp_path: Path) -> None:
+    async with ScriptedChat(lambda _: refuses(400, "no such sampling")) as chat:
+        async with running(environment(tmp_path, "guessing")) as hosts:
+            with pytest.raises(EnvironmentFailed, match="no such sampling"):
+                await rollout(hosts, chat, prompt(answer="3"))
+
+
+async def test_an_environment_that_is_not_there(tmp_path: Path) -> None:
+    hosts = EnvironmentHosts(environment(tmp_path, "nothing_of_that_name"))
+    try:
+        with pytest.raises(EnvironmentFailed, match="nothing_of_that_name"):
+            await hosts.start()
+    finally:
+        await hosts.close()
+
+
+# -- without the library
+
+
+async def failure(config: EnvironmentConfig) -> str:
+    hosts = EnvironmentHosts(config)
+    try:
+        with pytest.raises(EnvironmentFailed) as raised:
+            await hosts.start()
+    finally:
+        await hosts.close()
+    return str(raised.value)
+
+
+async def test_what_is_missing_or_of_another_version_is_said(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    python = python_with(empty, tmp_path)
+    config = EnvironmentConfig(name="vf", verifiers="guessing", python=python)
+    assert f"verifiers is not installed in {sys.executable}" in await failure(config)
+    written(empty, '__version__ = "0.4.0"', "verifiers.py")
+    said = await failure(config)
+    assert "verifiers 0.4.0" in said and "install verifiers>=0.1.10,<0.4 there" in said
+    old = """
+        class Environment:
+            def run_rollout(self, client, model, prompt): ...
+
+        def load_environment(name):
+            return Environment()
+    """
+    written(empty, old, "verifiers.py")
+    assert "takes no 'input'" in await failure(config)
