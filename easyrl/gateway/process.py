@@ -79,7 +79,8 @@ async def serve(connection: socket.socket) -> None:
 def _gateway(settings: Settings, outbox: _Outbox) -> tuple[Gateway, str | None]:
     """The gateway, and why its template cannot continue what was sampled."""
     tokenizer = read_tokenizer(Path(settings.tokenizer))
-    renderer, problem = None, "there is none"
+    renderer: Renderer | None = None
+    problem: str | None = "there is none"
     if settings.chat_template is not None or tokenizer.chat_template is not None:
         renderer = Renderer(tokenizer, settings.chat_template, settings.chat_template_kwargs)
         problem = template_continues(renderer)

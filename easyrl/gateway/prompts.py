@@ -101,7 +101,7 @@ def _behind_answer(
     The end of the turn is left out where it was sampled. None: the mark cannot be found.
     """
     place = previous.num_messages - 1
-    marked = {"role": "assistant", "content": renderer.sentinel}
+    marked: Message = {"role": "assistant", "content": renderer.sentinel}
     behind = _behind_mark(renderer, messages, place, marked, tools, kwargs)
     if behind is not None:
         return _without_end(renderer, behind, previous)

@@ -71,7 +71,9 @@ class Gateway:
             self._close(session)
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[_errors], client_max_size=self._settings.max_body_bytes)
+        middlewares: list[Any] = [_errors]
+        limit = self._settings.max_body_bytes
+        app = web.Application(middlewares=middlewares, client_max_size=limit)
         app.router.add_get("/health", _health)
         for below in ("", BELOW):
             app.router.add_post(below + GENERATE, self._in_session(self._generate))
