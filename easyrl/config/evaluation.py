@@ -59,6 +59,7 @@ class EvaluationConfig(EvaluationSamplesConfig):
     every_steps: NonNegativeInt = 50  # 0: only where asked for below
     at_start: bool = True  # of the model as it is before the first step
     at_end: bool = True  # of the trained model
+
     # any other key is the name of a set, evaluation: {aime24: {data: …}, math500: {data: …}}, with
     # data, num_samples, pass_at, sampling and threshold of its own; what it does not say of the
     # last four is as beside the names

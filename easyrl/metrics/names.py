@@ -507,7 +507,7 @@ SECTIONS = (
                 "1 − C(n − c, k) / C(n, k)",
             ),
             Metric("eval/excluded", "count", "held-out prompts that could not be answered"),
-            Metric("eval/<set>/accuracy", "share", "the same of a set with a name"),
+            Metric("eval/<set>/accuracy", "share", "`eval/accuracy` of a set with a name"),
             Metric("eval/<set>/avg@<samples>", "share", "the same, by the number of samples"),
             Metric("eval/<set>/pass@<k>", "share", "its prompts with a correct one among k"),
             Metric("eval/<set>/excluded", "count", "of them, those that could not be answered"),

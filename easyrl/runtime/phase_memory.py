@@ -33,7 +33,7 @@ class Peaks(NamedTuple):
 class PhaseMemory:
     """The most memory that each phase took, and the process so far.
 
-    Llama-Nemotron (section 5.2.2) has a profiler for each of the three. The device's allocator keeps
+    Llama-Nemotron (section 5.2.2) has a profiler for each of the three. A device's allocator keeps
     a peak of its own, which begins anew with each phase; host and ``/dev/shm`` are read when a
     phase ends, and by a thread every ``EVERY_S`` meanwhile: what is gone sooner is not seen.
 
