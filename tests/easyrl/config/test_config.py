@@ -110,7 +110,7 @@ BAD_VALUES = {
     ),
     "two sets that trackers take for one": (
         ["evaluation={aime_24: {data: {files: [x.jsonl]}}, AIME-24: {data: {files: [y.jsonl]}}}"],
-        "evaluation: AIME-24: is the name of another set in other letters (aime_24); rename one of the two",
+        "evaluation: AIME-24: is the name of another set in other letters (aime_24); rename",
     ),
     "wrong type": (
         ["trainer.batch_size=many"],
