@@ -592,6 +592,7 @@ def test_only_the_file_of_metrics_can_end_a_run(can_open, tmp_path):
         source="rollouts",
         samples=SamplesConfig(),
         metrics=MetricsConfig(),
+        evaluation=None,
     )
     trackers = trackers_of(config, tmp_path, Progress(), 3, look=None)
     kinds = [type(tracker) for tracker in trackers]

@@ -111,14 +111,15 @@ def test_what_a_model_writes_is_text(run_dir: Path) -> None:
     with (run_dir / "config.yaml").open("a") as file:
         file.write(f"# {EVIL}\n")
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 31, f"memory/{EVIL}": 1.0}) + "\n")
+        file.write(json.dumps({"step": 31, f"memory/{EVIL}/host_peak_gib": 1.0}) + "\n")
     page = render(found(run_dir))
     assert "<script>alert(1)" not in page and "<img src=x" not in page
     start = page.index('id="data">') + len('id="data">')
     data = json.loads(page[start : page.index("</script>", start)])
     assert unpacked(data["samples"][0]["groups"])[0]["responses"][0]["tokens"][1] == EVIL
     assert EVIL in data["config"] and "&lt;/script&gt;" in page[:start]
-    assert f"memory/{EVIL}" in [c["name"] for chart in data["charts"] for c in chart["curves"]]
+    names = [c["name"] for chart in data["charts"] for c in chart["curves"]]
+    assert f"memory/{EVIL}/host_peak_gib" in names
 
 
 def test_a_page_loads_nothing(run_dir: Path) -> None:
