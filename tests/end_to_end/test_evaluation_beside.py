@@ -196,7 +196,10 @@ def test_named_sets_are_evaluated_resumed_and_told_of_under_their_version(tmp_pa
         after = alone(tmp_path, inputs, server.url, options, names)
         world = World(inputs, server.url, options, steps(tmp_path / "whole"))
         num_requests = sets["long"][0] * sets["long"][1]
-        ended_in_the_second_wait(signal.SIGTERM, world, run_dir, PROMPT_TOKENS + 2, num_requests)
+        status = ended_in_the_second_wait(
+            signal.SIGTERM, world, run_dir, PROMPT_TOKENS + 2, num_requests
+        )
+        assert status == 0 and len(steps(run_dir)) < NUM_BATCHES
         run_trainer(strict_command(run_dir, inputs, [server.url], *options, "--resume"))
     whole = world.whole
     assert [step["step"] for step in whole] == list(range(NUM_BATCHES + 1))
