@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -53,7 +53,7 @@ class EvaluationConfig(EvaluationSamplesConfig):
     """
 
     model_config = ConfigDict(extra="allow")
-    named = EvaluationSetConfig
+    named: ClassVar[type[Section] | None] = EvaluationSetConfig
 
     data: DatasetConfig | None = None  # of the one set; none where sets have names
     every_steps: NonNegativeInt = 50  # 0: only where asked for below
