@@ -11,7 +11,7 @@ from easyrl.config.alarms import AlarmsConfig
 from easyrl.config.base import ConfigError, Section
 from easyrl.config.critic import CriticConfig
 from easyrl.config.data import DataConfig, DatasetConfig, FieldsConfig
-from easyrl.config.evaluation import EvaluationConfig
+from easyrl.config.evaluation import EvaluationConfig, EvaluationSetConfig, set_key
 from easyrl.config.inference import EndpointConfig, InferenceConfig, LaunchConfig, endpoint_url
 from easyrl.config.ledger import CheckpointConfig, JournalConfig
 from easyrl.config.metrics import MetricsConfig

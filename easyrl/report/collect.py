@@ -10,7 +10,7 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import load_config
-from easyrl.metrics.names import declared
+from easyrl.metrics.names import accuracies, accuracy_label, declared
 from easyrl.metrics.trackers import read_metrics
 from easyrl.report.batches import packed_batch
 from easyrl.report.curves import charts_of, is_number
@@ -149,7 +149,8 @@ def _facts(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     facts = []
     if metrics:
         facts.append(("steps", f"{int(metrics[-1]['step']):,}"))
-    for name, label in (("eval/accuracy", "held-out accuracy"), ("reward/mean", "reward")):
+    shown = [(name, accuracy_label(name)) for name in accuracies(metrics)]
+    for name, label in (*shown, ("reward/mean", "reward")):
         values = [row[name] for row in metrics if is_number(row.get(name))]
         if values:
             facts.append((label, f"{values[0]:.3f} → {values[-1]:.3f}"))
