@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from easyrl.config import Config
     from easyrl.simulation.calibrate import Calibration
     from easyrl.simulation.split import Split
-    from easyrl.timeline.spans import BatchSpans
 
 ROWS = 8
 
@@ -104,7 +103,7 @@ def _calibrated(
     run_dir: Path, devices_per_endpoint: int, devices_per_rank: int
 ) -> tuple[Config, Calibration]:
     from easyrl.config.file import load_config
-    from easyrl.simulation.calibrate import calibrate
+    from easyrl.simulation.calibrate import calibrate, most_in_flight
     from easyrl.timeline.reading import kept_batches, read_batch
 
     config = load_config(file_of_run(run_dir, CONFIG_FILE), to_look_back=True)
@@ -118,7 +117,8 @@ def _calibrated(
     places = config.inference.max_inflight
     calibration = calibrate(
         batches,
-        places=_most_in_flight(batches) if places == "auto" else int(places),
+        # the limit of auto follows what is measured
+        places=most_in_flight(batches) if places == "auto" else int(places),
         batch_size=config.trainer.batch_size,
         group_size=config.rollout.num_generations,
         mode=config.run.mode,
@@ -126,21 +126,6 @@ def _calibrated(
         devices_per_rank=devices_per_rank,
     )
     return config, calibration
-
-
-def _most_in_flight(batches: Sequence[Sequence[BatchSpans]]) -> int:
-    """What an endpoint had at a time; the limit of ``inference.max_inflight: auto`` follows it."""
-    from easyrl.timeline.chrome_trace import in_flight
-    from easyrl.timeline.spans import by_lane, is_endpoint, spans_of
-
-    counts = [
-        count
-        for of_ranks in batches
-        for lane, spans in by_lane(spans_of(of_ranks)).items()
-        if is_endpoint(lane)
-        for _, count in in_flight(spans)
-    ]
-    return max(counts, default=1)
 
 
 def _fits(config: Config, ranks: int) -> bool | None:
