@@ -107,11 +107,11 @@ MAY_IMPORT = {
     " runtime.collectives runtime.schedule dataloaders.producer.group_stream"
     " dataloaders.prompts.dataset",
     "lab": "schema ledger.recorded_run runtime.determinism",
-    "simulation": "config memory_plan timeline",
-    "simulation.advice": "timeline",
-    "simulation.calibrate": "timeline",
-    "simulation.pipeline": "",
     "simulation.setting": "",
+    "simulation.pipeline": "simulation.setting",
+    "simulation.calibrate": "simulation.setting timeline",
+    "simulation.advice": "simulation.calibrate simulation.pipeline simulation.setting timeline",
+    "simulation": "config memory_plan",
     "report": "config metrics.names metrics.trackers runtime.run_files samples timeline"
     " simulation.advice",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
