@@ -95,6 +95,6 @@ class Outcome:
     training_idle: float  # share of the ranks' time
     inference_idle: float  # share of the endpoints' places
 
-    def tokens_per_s_per_device(self, setting: Setting) -> float:
+    def tpspd(self, setting: Setting) -> float:
         """The paper's measure (§6), TPSPD: tokens / (seconds · devices)."""
         return self.tokens / self.step_s / setting.devices
