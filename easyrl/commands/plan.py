@@ -151,7 +151,7 @@ def _divided(
     from easyrl.simulation.devices import Assumed, device_named
     from easyrl.simulation.known_models import shape_named
 
-    lengths = lengths_of_mean(mean_tokens or MEAN_TOKENS, sigma)
+    lengths = lengths_of_mean(MEAN_TOKENS if mean_tokens is None else mean_tokens, sigma)
     own = device_named(device)
     return divide(shape_named(model), own, devices, Workload(lengths, **asked), Assumed())
 

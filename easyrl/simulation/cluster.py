@@ -153,7 +153,7 @@ class _Search:
 
     def run(self) -> list[Division]:
         found: list[Division] = []
-        for bound_s, setting, split in sorted(self._candidates()):
+        for bound_s, setting, split in sorted(self._candidates(), key=lambda each: each.bound_s):
             if found and CLOSE * bound_s >= min(each.outcome.step_s for each in found):
                 break
             if self._memory.needed(split, setting.ranks) <= self._device.memory * (1 - LEFT_FREE):

@@ -26,7 +26,8 @@ class ModelWork:
     experts: int  # of them in experts
     routed: float  # share of the experts that a token goes through
     layers: int
-    queries: int  # features
+    hidden: int  # features
+    queries: int
     keys: int
     key_heads: int
 
@@ -44,6 +45,7 @@ class ModelWork:
             experts=sum(map(prod, experts.values())),
             routed=shape.experts_per_token / num_experts if experts else 1.0,
             layers=shape.num_layers,
+            hidden=shape.hidden,
             queries=shape.queries,
             keys=shape.keys,
             key_heads=round(shape.keys * shape.query_heads / shape.queries),
@@ -139,13 +141,16 @@ class Trainer:
 
     @property
     def token_s(self) -> float:
-        """Of one copy, a token of a full row: computing, or what its ranks send for each row."""
+        """Of one copy, a token of a full row: computing and what its tensor ranks exchange, or what
+        copies send each other meanwhile."""
         forward = self.work.forward_flops(self.context)
         peak = self.device.flops * self.devices_per_rank
         policy_s = 3 * forward / (peak * mfu(self.work, self.assumed, self.assumed.training))
         frozen_s = forward / (peak * mfu(self.work, self.assumed, self.assumed.forward))
+        passes = 3 + self.frozen  # forward, again, backward
+        exchanged_s = passes * self._exchanged / (self.device.node_per_s * self.assumed.links)
         sent_s = self._bytes_of_a_row / self._between_copies / self.row_tokens
-        return max(policy_s + self.frozen * frozen_s, sent_s)
+        return max(policy_s + self.frozen * frozen_s + exchanged_s, sent_s)
 
     @property
     def border_s(self) -> float:
@@ -161,6 +166,13 @@ class Trainer:
     def push_s(self) -> float:
         """Weights to all endpoints at once: a broadcast over the network."""
         return self.work.weights / (self.device.network_per_s * self.assumed.links)
+
+    @property
+    def _exchanged(self) -> float:
+        """Bytes of a token in one pass through a device's layers: before attention and MLP gathered
+        from the tensor ranks, behind them summed and scattered."""
+        of_layer = 4 * BF16 * self.work.hidden * (self.tensor - 1) / self.tensor
+        return of_layer * self.work.layers / self.pipeline
 
     @property
     def _others(self) -> float:
