@@ -29,7 +29,7 @@ ROWS = 8
 def plan_command(
     run_dir: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN_DIR]", help="the run's run.output_dir; or give --model"),
+        typer.Argument(metavar="RUN_DIR", help="the run's run.output_dir; or give --model"),
     ] = None,
     endpoints: Annotated[int | None, typer.Option(help="inference endpoints", min=1)] = None,
     places: Annotated[int | None, typer.Option(help="requests in flight at each", min=1)] = None,
