@@ -134,8 +134,8 @@ def _predicted(
 def _division(best: Division) -> str:
     own = best.setting
     return (
-        f"{own.endpoints} servers of {own.devices_per_endpoint} with {own.places} places, "
-        f"{own.ranks} x ({best.split})"
+        f"servers {own.endpoints} x {own.devices_per_endpoint} ({own.places} places), "
+        f"training {own.ranks} x {own.devices_per_rank} ({best.split})"
     )
 
 
