@@ -25,7 +25,7 @@ from easyrl.simulation.roofline import ModelWork, Server, Trainer, rates_of
 from easyrl.simulation.setting import Lengths, Outcome, Setting
 
 SERVER_DEVICES = (1, 2, 4, 8)
-MOST_DIVISIONS = 24  # of one server and one split
+MOST_DIVISIONS = 24  # of one server and one split, and a few more
 NUM_DRAWS = 2
 CLOSE = 0.97  # bounds are by expected lengths, simulations by drawn ones
 MAX_PROMPT_TOKENS = 1024  # that memory is planned for
@@ -224,8 +224,12 @@ class _Search:
         generation_s = workload.batch_size * responses * token_s / endpoints
         group_s = (workload.prompt_tokens + responses) * rates.train_token_s + rates.train_group_s
         training_s = workload.batch_size * group_s / ranks
-        both = sum if workload.mode == "sync" else max
-        return _Candidate(both((generation_s, training_s)) + rates.border_s, setting, split)
+        if workload.mode == "sync":
+            bound_s = generation_s + training_s
+        else:  # the last group is trained behind the last response, the first behind its longest
+            first_s = self._mean * rates.decode_s(min(workload.group_size, server.most_running))
+            bound_s = max(generation_s + group_s, first_s + training_s)
+        return _Candidate(bound_s + rates.border_s, setting, split)
 
     def _why_not(self) -> str:
         own, weights = self._device, self._work.weights / 1e9
