@@ -107,8 +107,13 @@ MAY_IMPORT = {
     " runtime.collectives runtime.schedule dataloaders.producer.group_stream"
     " dataloaders.prompts.dataset",
     "lab": "schema ledger.recorded_run runtime.determinism",
-    "simulation": "timeline",
-    "report": "config metrics.names metrics.trackers runtime.run_files samples timeline",
+    "simulation.setting": "",
+    "simulation.pipeline": "simulation.setting",
+    "simulation.calibrate": "simulation.setting timeline",
+    "simulation.advice": "simulation.calibrate simulation.pipeline simulation.setting timeline",
+    "simulation": "config memory_plan",
+    "report": "config metrics.names metrics.trackers runtime.run_files samples timeline"
+    " simulation.advice",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
     " runtime.interfaces runtime.machine runtime.shared_cores runtime.stopping"
     " inference_client",
@@ -139,7 +144,7 @@ MAY_IMPORT = {
     " weight_sync.challenge weight_sync.store",
     "build": "schema config completion_check dataloaders doctor engines"
     " inference_client kernels.attention lab ledger memory_plan.remedies metrics"
-    " models recipes rewards runtime samples timeline trainer weight_sync",
+    " models recipes rewards runtime samples simulation.advice timeline trainer weight_sync",
     "arguments": "",
     "arguments.reference": "__main__ arguments commands.replay"
     " inference_client.servers.embedded.server",

@@ -12,8 +12,8 @@ from easyrl.build.run import OpenRun
 from easyrl.config import Config
 from easyrl.runtime.phase_clock import OnInterval, PhaseClock
 from easyrl.schema import Progress
+from easyrl.simulation.advice import advice
 from easyrl.timeline.accounts_file import AccountsFile
-from easyrl.timeline.advice import advice
 from easyrl.timeline.chrome_trace import FILE, newest_batches, write_trace
 from easyrl.timeline.folder import TimelineFolder
 from easyrl.timeline.recorder import SpanRecorder

@@ -17,8 +17,8 @@ from easyrl.report.curves import charts_of, is_number
 from easyrl.report.samples import Decode, shown_samples
 from easyrl.runtime.run_files import CONFIG_FILE, METRICS_FILE, file_of_run
 from easyrl.samples.folder import SampleFolder
+from easyrl.simulation.advice import advice
 from easyrl.timeline.accounting import LaneAccount, account, mean_shares
-from easyrl.timeline.advice import advice
 from easyrl.timeline.folder import TimelineFolder
 from easyrl.timeline.show import startup_line
 from easyrl.timeline.spans import BatchSpans, is_endpoint, is_rank
