@@ -67,7 +67,6 @@ setup(
         "hub": ["datasets>=4.4"],  # data.dataset
         "liger": ["liger-kernel>=0.6"],  # fused RMSNorm, rotary embedding and SwiGLU on CUDA
         "npu": ["torch-npu>=2.8"],
-        "plan": ["simpy>=4.1"],  # easyrl plan
         "report": ["jinja2>=3.1", "plotly>=6.0"],  # easyrl report
         "triton": ["triton>=3.4"],  # the log-probability head's kernels; torch for CUDA brings it
         # trackers, run.trackers
@@ -102,7 +101,7 @@ setup(
             "requests>=2.32",  # a side of benchmarks/producer.py
             "ruff>=0.9",
             "selenium>=4.25",  # opens the report in a browser
-            "simpy>=4.1",  # easyrl plan, and the simulation in benchmarks/dynamic_sampling.py
+            "simpy>=4.1",  # the simulation in benchmarks/dynamic_sampling.py
             "types-PyYAML",
         ],
     },

@@ -35,8 +35,8 @@ from benchmarks.parts.accounting.runs import (
 from benchmarks.parts.overlap.endpoint import SleepingEndpoint
 from benchmarks.parts.overlap.runs import Mode
 from easyrl.demo.build_model import build_tokenizer
+from easyrl.simulation.advice import MORE_INFERENCE, MORE_TRAINING, expect, median_gains
 from easyrl.timeline.accounting import LaneAccount, account
-from easyrl.timeline.advice import MORE_INFERENCE, MORE_TRAINING, median_gains, replay_batch
 from easyrl.timeline.spans import BatchSpans, is_endpoint, is_rank
 
 PLANTED_S, PLACES = 0.5, 24
@@ -123,8 +123,8 @@ def _taken(
     change: str, runs: SleepingRun, plain: Sequence[Sequence[BatchSpans]]
 ) -> dict[str, str | float]:
     """Predicted from the plain run, and measured in one that has what was advised."""
-    replayed = [replay_batch(each, synchronous=False) for of_ranks in plain for each in of_ranks]
-    predicted = median_gains([each for each in replayed if each is not None])[change]
+    expected = expect([each for of_ranks in plain for each in of_ranks], synchronous=False)
+    predicted = median_gains(expected)[change]
     if change == MORE_TRAINING:
         taken = replace(runs, train_s=TRAIN_S / 2).batches("async")
     else:

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "runtime.machine": "",
     "runtime.printable": "",
     "runtime.process_guard": "",
-    "runtime.peak_memory": "",
+    "runtime.phase_memory": "",
     "runtime.ranks": "",
     "runtime.schedule": "",
     "runtime.shared_cores": "runtime.contention runtime.machine",
@@ -116,8 +116,13 @@ MAY_IMPORT = {
     " runtime.collectives runtime.schedule dataloaders.producer.group_stream"
     " dataloaders.prompts.dataset",
     "lab": "schema ledger.recorded_run runtime.determinism",
-    "simulation": "timeline",
-    "report": "config metrics.names metrics.trackers runtime.run_files samples timeline",
+    "simulation.setting": "",
+    "simulation.pipeline": "simulation.setting",
+    "simulation.calibrate": "simulation.setting timeline",
+    "simulation.advice": "simulation.calibrate simulation.pipeline simulation.setting timeline",
+    "simulation": "config memory_plan",
+    "report": "config metrics.names metrics.trackers runtime.run_files samples timeline"
+    " simulation.advice",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
     " runtime.interfaces runtime.machine runtime.shared_cores runtime.stopping"
     " inference_client",
@@ -130,15 +135,15 @@ MAY_IMPORT = {
     " runtime.collectives runtime.device_time runtime.phase_clock runtime.shared_cores"
     " runtime.stopping samples.choice trainer.look_ahead trainer.model_outputs",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
-    " ledger.account ledger.exclusions runtime.device_time runtime.peak_memory"
-    " runtime.phase_clock"
+    " ledger.account ledger.exclusions runtime.device_time runtime.phase_clock"
     " trainer.accumulation trainer.parts",
     "trainer.parts": "schema metrics.batch_metrics ledger.certificate.records trainer.accumulation",
     "trainer.held_out_loss": "schema config engines.base metrics.batch_metrics runtime.collectives"
     " runtime.schedule runtime.stopping trainer.accumulation",
     "trainer.alarm_actions": "schema config metrics.alarms runtime.collectives trainer.parts",
+    "trainer.held_out_set": "schema config runtime.collectives ledger.exclusions",
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
-    " ledger.exclusions",
+    " trainer.held_out_set",
     # what puts the rooms together, and what a user calls
     # what a run and easyrl doctor look at before; the wiring says in which order
     "doctor": "schema config completion_check dataloaders.prompts.sources engines.base"
@@ -148,7 +153,7 @@ MAY_IMPORT = {
     " weight_sync.challenge weight_sync.store",
     "build": "schema config completion_check dataloaders doctor engines"
     " inference_client kernels.attention lab ledger memory_plan.remedies metrics"
-    " models recipes rewards runtime samples timeline trainer weight_sync",
+    " models recipes rewards runtime samples simulation.advice timeline trainer weight_sync",
     "arguments": "",
     "arguments.reference": "__main__ arguments commands.replay"
     " inference_client.servers.embedded.server",

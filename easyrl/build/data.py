@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from easyrl.build.steps import num_epochs
 from easyrl.build.tokenizer import load_tokenizer, read_tokenizer
 from easyrl.build.trial import try_user_code
 from easyrl.completion_check import Vocabulary
-from easyrl.config import Config, ConfigError, DatasetConfig
+from easyrl.config import Config, ConfigError, DatasetConfig, EvaluationConfig, set_key
 from easyrl.dataloaders.prompts.dataset import PromptOrder, load_prompts
 from easyrl.dataloaders.prompts.template_values import every_variant
 from easyrl.models.supported import end_ids_of, vocabulary_size
@@ -37,7 +37,7 @@ class TrainingData:
 
     vocabulary: Vocabulary  # of the policy
     prompts: Sequence[Prompt]
-    held_out: Sequence[Prompt]  # of the evaluation; empty without one
+    held_out: Mapping[str, Sequence[Prompt]]  # of each set of the evaluation; empty without one
     order: PromptOrder
 
 
@@ -52,10 +52,10 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
     check_vocabularies(config, tokenizer, read_tokenizer)
     seed = config.run.seed
     prompts = load_data(config.data, tokenizer, "data", seed)
-    held_out: Sequence[Prompt] = []
+    held_out: Mapping[str, Sequence[Prompt]] = {}
     if evaluation is not None:
-        held_out = load_data(evaluation.data, tokenizer, "evaluation.data", seed)
-    possible = [*every_variant(prompts), *every_variant(held_out)]
+        held_out = load_held_out(evaluation, tokenizer, seed)
+    possible = [each for given in (prompts, *held_out.values()) for each in every_variant(given)]
     require_known_tokens(config, [prompt.token_ids for prompt in possible], vocabulary.size)
     if config.scoring.on_reward_error != "zero":
         on_rank_zero(run.collectives, lambda: check_prompts(config.rewards, possible))
@@ -95,6 +95,16 @@ def require_known_tokens(config: Config, texts: Sequence[np.ndarray], vocab_size
             f"model.path {config.model.path} has an embedding of {vocab_size} ids; use the "
             "tokenizer that belongs to the model"
         )
+
+
+def load_held_out(
+    evaluation: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> Mapping[str, Sequence[Prompt]]:
+    """The prompts of each set. Raises as ``load_data``."""
+    return {
+        name: load_data(each.data, tokenizer, f"{set_key(name)}.data", seed)
+        for name, each in evaluation.sets.items()
+    }
 
 
 def load_data(

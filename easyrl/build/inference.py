@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,6 +50,7 @@ from easyrl.runtime.workers.worker_pool import WorkerPool
 from easyrl.schema import Completion, Prompt
 from easyrl.timeline.spans import AddSpan, ignore_span
 from easyrl.trainer.evaluation import Evaluator
+from easyrl.trainer.held_out_set import HeldOutSet
 
 LAST = sys.maxsize  # priority of groups that all of training go before
 
@@ -85,35 +86,38 @@ class Inference:
     def evaluator(
         self,
         evaluation: EvaluationConfig,
-        prompts: Sequence[Prompt],
+        held_out: Mapping[str, Sequence[Prompt]],
         collectives: Collectives,
         stop: StopRequest,
         record: Record = ignore,
         room: IdleRoom | None = None,
     ) -> Evaluator:
-        """Evaluates on ``prompts`` with the same rewards; its events are not the run's own.
+        """Evaluates on the ``held_out`` prompts of each set with the same rewards; its events are
+        not the run's own.
 
         ``room``: in which its requests stay, and its scores behind all others; default: nobody else
         is there.
         """
-        return Evaluator(
-            config=evaluation,
-            prompts=prompts,
-            rollouts=self._generator(
-                evaluation.sampling,
-                evaluation.num_samples,
-                None,
-                record,
-                groups_per_batch=len(prompts) // self.num_shares,
-                busy=BusyTime(),
-                room=room,
-            ),
-            is_interruption=is_interruption,
-            collectives=collectives,
-            stop=stop,
-            reward_name=self.config.rewards[0].label,
-            max_excluded=self.config.data.max_excluded,
-        )
+        sets = [
+            HeldOutSet(
+                name,
+                config,
+                held_out[name],
+                self._generator(
+                    config.sampling,
+                    config.num_samples,
+                    None,
+                    record,
+                    groups_per_batch=len(held_out[name]) // self.num_shares,
+                    busy=BusyTime(),
+                    room=room,
+                ),
+                reward_name=self.config.rewards[0].label,
+                max_excluded=self.config.data.max_excluded,
+            )
+            for name, config in evaluation.sets.items()
+        ]
+        return Evaluator(evaluation, sets, is_interruption, collectives, stop)
 
     def _generator(
         self,

@@ -29,6 +29,7 @@ from easyrl.config.records import RecordsConfig
 from easyrl.engines.base import TrainEngine
 from easyrl.ledger.certificate.seal import SealKey
 from easyrl.runtime.determinism import remember_arithmetic
+from easyrl.runtime.phase_memory import PhaseMemory
 from easyrl.runtime.run_folder import keep_config
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.start_phases import StartPhases
@@ -92,7 +93,9 @@ def build_parts(
     evaluation = schedule_evaluation(
         run, data, endpoints.inference, rollouts, from_step=kept.progress.reported_step
     )
-    clock = timeline.clock()
+    memory = PhaseMemory(model.engine.device)
+    opened.callback(memory.close)
+    clock = timeline.clock(memory.end_of_phase)
     reporter = open_reporter(
         run,
         endpoints.inference,
@@ -123,6 +126,7 @@ def build_parts(
         evaluation,
         cores,
         clock,
+        memory,
     )
     watch_progress(run, endpoints.inference, rollouts)
     return trainer, model.engine

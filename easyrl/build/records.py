@@ -37,6 +37,7 @@ from easyrl.recipes.loading import load_recipe, run_settings
 from easyrl.recipes.trial import try_recipe
 from easyrl.runtime.collectives import on_rank_zero
 from easyrl.runtime.determinism import remember_arithmetic
+from easyrl.runtime.phase_memory import PhaseMemory
 from easyrl.runtime.run_files import CONFIG_FILE
 from easyrl.runtime.run_folder import keep_config
 from easyrl.runtime.signals import RunSignals
@@ -111,7 +112,9 @@ def build_record_parts(
         records.data.records, order, config.trainer.batch_size, ranks.dp_rank, ranks.dp_size
     )
     timeline = open_timeline(run, progress)
-    clock = timeline.clock()
+    memory = PhaseMemory(engine.device)
+    opened.callback(memory.close)
+    clock = timeline.clock(memory.end_of_phase)
     look = ProgressView(clock, progress, batches, checkpoints)
     trackers = open_trackers(run, certificate, progress, model.num_steps, look)
     evaluation = None
@@ -155,6 +158,7 @@ def build_record_parts(
             trackers=trackers,
         ),
         evaluation=evaluation,
+        memory=memory,
         first_version=run.version,
         groups_per_update=config.trainer.batch_size,
         max_steps=config.trainer.max_steps,

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from easyrl.build.inference import Inference
 from easyrl.build.run import OpenRun
 from easyrl.config import Config
-from easyrl.runtime.phase_clock import PhaseClock
+from easyrl.runtime.phase_clock import OnInterval, PhaseClock
 from easyrl.schema import Progress
+from easyrl.simulation.advice import advice
 from easyrl.timeline.accounts_file import AccountsFile
-from easyrl.timeline.advice import advice
 from easyrl.timeline.chrome_trace import FILE, newest_batches, write_trace
 from easyrl.timeline.folder import TimelineFolder
 from easyrl.timeline.recorder import SpanRecorder
@@ -28,9 +28,10 @@ class Timeline:
     recorder: SpanRecorder | None = None
     accounts: AccountsFile | None = None  # on the first rank
 
-    def clock(self) -> PhaseClock:
-        """Of the trainer's thread, whose phases are recorded."""
-        return PhaseClock(None if self.recorder is None else self.recorder.phase)
+    def clock(self, *on_interval: OnInterval) -> PhaseClock:
+        """Of the trainer's thread, whose phases are recorded; ``on_interval`` hear of them too."""
+        own = [] if self.recorder is None else [self.recorder.phase]
+        return PhaseClock(*own, *on_interval)
 
     def record(self, inference: Inference) -> None:
         """Has endpoints and producer tell what they do from now on."""

@@ -10,7 +10,7 @@ from easyrl.build.samples import console_sample, wandb_table
 from easyrl.config import Config
 from easyrl.config.file import public_tree
 from easyrl.ledger.certificate.writer import Certificate
-from easyrl.metrics.console import COLUMNS, RECORD_COLUMNS, ConsoleView, named_columns
+from easyrl.metrics.console import COLUMNS, RECORD_COLUMNS, ConsoleView, named_columns, with_sets
 from easyrl.metrics.renamed import RenamedTracker
 from easyrl.metrics.step_progress import StepProgress
 from easyrl.metrics.trackers.background import BackgroundTracker
@@ -106,7 +106,9 @@ def trackers_of(
         at = config.metrics.prometheus_host, config.metrics.prometheus_port
         add_renamed("prometheus", lambda: PrometheusTracker(run.name, *at, look))
     if run.console:
-        columns = named_columns(RECORD_COLUMNS if config.source == "records" else COLUMNS, names)
+        sets = [] if config.evaluation is None else list(filter(None, config.evaluation.sets))
+        columns = RECORD_COLUMNS if config.source == "records" else with_sets(COLUMNS, sets)
+        columns = named_columns(columns, names)
         sample = console_sample(config, output, from_step)
         add("console", lambda: ConsoleView(total_steps, columns=columns, sample=sample, look=look))
     return trackers

@@ -15,6 +15,7 @@ from easyrl.ledger.ledger import Ledger
 from easyrl.metrics.logprob_agreement import agreement_limit
 from easyrl.metrics.reporter import StepReporter
 from easyrl.runtime.phase_clock import PhaseClock
+from easyrl.runtime.phase_memory import PhaseMemory
 from easyrl.runtime.shared_cores import SharedCores
 from easyrl.trainer.alarm_actions import AlarmActions
 from easyrl.trainer.loop import Trainer
@@ -35,6 +36,7 @@ def build_trainer(
     evaluation: Evaluation | None,
     cores: SharedCores,
     clock: PhaseClock,
+    memory: PhaseMemory,
 ) -> Trainer:
     """Opens nothing."""
     config, progress = run.config, kept.progress
@@ -67,6 +69,7 @@ def build_trainer(
         ),
         reporter=reporter,
         evaluation=evaluation,
+        memory=memory,
         samples=open_samples(run, progress),
         alarms=AlarmActions(config.alarms.on_alarm, reporter.alarms, run.collectives),
         first_version=run.version,

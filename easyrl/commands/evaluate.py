@@ -56,7 +56,7 @@ def eval_command(
 
 
 def _evaluate(config: Config, evaluation: EvaluationConfig, keep_texts: Path | None) -> None:
-    from easyrl.build.data import load_data, policy_vocabulary
+    from easyrl.build.data import load_held_out, policy_vocabulary
     from easyrl.build.endpoints import warn_of_short_contexts
     from easyrl.build.inference import open_inference, open_scoring
     from easyrl.build.servers import start_servers
@@ -67,7 +67,7 @@ def _evaluate(config: Config, evaluation: EvaluationConfig, keep_texts: Path | N
     from easyrl.samples.texts import TextFile
 
     tokenizer = load_tokenizer(config)
-    prompts = load_data(evaluation.data, tokenizer, "evaluation.data", config.run.seed)
+    held_out = load_held_out(evaluation, tokenizer, config.run.seed)
     with ExitStack() as opened:
         # not into run.output_dir, which may be a run's
         log_dir = Path(opened.enter_context(TemporaryDirectory(prefix="easyrl-eval-")))
@@ -83,7 +83,7 @@ def _evaluate(config: Config, evaluation: EvaluationConfig, keep_texts: Path | N
         nobody_stops = StopRequest(config.trainer.grace_s)
         opened.callback(nobody_stops.close)
         alone = Collectives(Ranks.data_parallel(0, 1))
-        evaluator = inference.evaluator(evaluation, prompts, alone, nobody_stops)
+        evaluator = inference.evaluator(evaluation, held_out, alone, nobody_stops)
         texts = None
         if keep_texts is not None:
             texts = TextFile(keep_texts, token_decoder(tokenizer))
@@ -92,4 +92,5 @@ def _evaluate(config: Config, evaluation: EvaluationConfig, keep_texts: Path | N
         metrics = evaluator.evaluate(version=None)
         if texts is not None:
             texts.finish()
-    print(json.dumps({"num_prompts": len(prompts), **metrics}))
+    counts = {name: len(prompts) for name, prompts in held_out.items()}
+    print(json.dumps({"num_prompts": counts.get("", counts), **metrics}))

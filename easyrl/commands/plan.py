@@ -1,4 +1,7 @@
-"""``easyrl plan RUN_DIR``: a run's batch simulated with other numbers of everything."""
+"""``easyrl plan RUN_DIR``: a run's batch simulated with other numbers of everything.
+
+``easyrl plan --model 8b --device h100 --devices 16``: a batch that nobody has run.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from easyrl.arguments.shared import AsJson, RunDir
+from easyrl.arguments.shared import AsJson
 from easyrl.runtime.run_files import CONFIG_FILE, file_of_run
 
 if TYPE_CHECKING:
@@ -16,44 +19,73 @@ if TYPE_CHECKING:
 
     from easyrl.config import Config
     from easyrl.simulation.calibrate import Calibration
+    from easyrl.simulation.cluster import Division, ModelSplit
+    from easyrl.simulation.setting import Setting
     from easyrl.simulation.split import Split
-    from easyrl.timeline.spans import BatchSpans
 
 ROWS = 8
 
 
 def plan_command(
-    run_dir: RunDir,
+    run_dir: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN_DIR", help="the run's run.output_dir; or give --model"),
+    ] = None,
     endpoints: Annotated[int | None, typer.Option(help="inference endpoints", min=1)] = None,
     places: Annotated[int | None, typer.Option(help="requests in flight at each", min=1)] = None,
     ranks: Annotated[int | None, typer.Option(help="data-parallel ranks", min=1)] = None,
-    batch_size: Annotated[int | None, typer.Option(help="prompts of a batch", min=1)] = None,
-    group_size: Annotated[int | None, typer.Option(help="responses of a prompt", min=1)] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="prompts of a batch; with --model by default 64", min=1)
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="responses of a prompt; with --model by default 16", min=1)
+    ] = None,
     mode: Annotated[str | None, typer.Option(help="async or sync")] = None,
     mean_tokens: Annotated[
-        float | None, typer.Option(help="of responses, log-normal; default: the run's lengths")
+        float | None,
+        typer.Option(
+            help="of responses, log-normal; default: the run's lengths, with --model 8,800"
+        ),
     ] = None,
     sigma: Annotated[float, typer.Option(help="of the logarithm of their lengths", min=0)] = 0.5,
     devices: Annotated[
-        int | None, typer.Option(help="divide so many between inference and training", min=2)
+        int | None,
+        typer.Option(
+            help="divide so many between inference and training; with --model by default 16", min=2
+        ),
     ] = None,
     devices_per_endpoint: Annotated[
         int, typer.Option(help="devices of an inference endpoint", min=1)
     ] = 1,
     devices_per_rank: Annotated[int, typer.Option(help="devices of a training rank", min=1)] = 1,
+    model: Annotated[
+        str | None,
+        typer.Option(help="in place of a run: 8b, 32b, 30b-a3b, or a folder with a config.json"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="of --model: 910b or h100")] = "h100",
     png: Annotated[Path | None, typer.Option(help="draw the divisions into this file")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a run's batch with other endpoints, ranks, sizes, lengths or shares of devices."""
-    from dataclasses import asdict, replace
+    """Simulate a run's batch with other endpoints, ranks, sizes, lengths or shares of devices.
+
+    Or, with --model, a batch that nobody has run: rates by arithmetic from the model's sizes and
+    the device's data sheet.
+    """
+    from dataclasses import replace
 
     from easyrl.config import ConfigError
     from easyrl.simulation.setting import Lengths
     from easyrl.simulation.split import Split, splits_of
 
     try:
-        config, calibration = _calibrated(run_dir, devices_per_endpoint, devices_per_rank)
-        measured = calibration.setting
+        if mode not in (None, "async", "sync"):
+            raise ValueError(f"--mode: is {mode!r}; async or sync")
+        if (run_dir is None) == (model is None):
+            raise ValueError("give a run's folder, or --model and --device")
+        rows: list[Split]
+        measured: Setting | None = None
+        measured_s: float | None = None
+        splits: list[ModelSplit] = []
         asked: dict[str, Any] = {
             "endpoints": endpoints,
             "places": places,
@@ -62,20 +94,32 @@ def plan_command(
             "group_size": group_size,
             "mode": mode,
         }
-        if mode not in (None, "async", "sync"):
-            raise ValueError(f"--mode: is {mode!r}; async or sync")
-        wanted = replace(measured, **{k: v for k, v in asked.items() if v is not None})
-        if mean_tokens is not None:
-            longest = config.rollout.max_tokens
-            wanted = replace(wanted, lengths=Lengths((), mean_tokens, sigma, longest))
-        rows: list[Split]
-        if devices is not None:
-            rows = splits_of(devices, wanted, fits=lambda ranks: _fits(config, ranks))
+        asked = {name: value for name, value in asked.items() if value is not None}
+        if run_dir is None:
+            assert model is not None
+            fixed = {"endpoints", "places", "ranks"} & set(asked)
+            if fixed or devices_per_endpoint > 1 or devices_per_rank > 1:
+                raise ValueError(
+                    "--model: the division of the devices is what is looked for; leave out "
+                    "--endpoints, --places, --ranks, --devices-per-endpoint and --devices-per-rank"
+                )
+            divisions = _divided(model, device, devices or 16, asked, mean_tokens, sigma)
+            rows = [Split(each.setting, each.outcome, True) for each in divisions]
+            splits = [each.split for each in divisions]
         else:
-            from easyrl.simulation.pipeline import simulate
+            config, calibration = _calibrated(run_dir, devices_per_endpoint, devices_per_rank)
+            measured, measured_s = calibration.setting, calibration.step_s
+            wanted = replace(measured, **asked)
+            if mean_tokens is not None:
+                longest = config.rollout.max_tokens
+                wanted = replace(wanted, lengths=Lengths((), mean_tokens, sigma, longest))
+            if devices is not None:
+                rows = splits_of(devices, wanted, fits=lambda ranks: _fits(config, ranks))
+            else:
+                from easyrl.simulation.pipeline import simulate
 
-            settings = [measured] if wanted == measured else [measured, wanted]
-            rows = [Split(s, simulate(s), _fits(config, s.ranks)) for s in settings]
+                settings = [measured] if wanted == measured else [measured, wanted]
+                rows = [Split(s, simulate(s), _fits(config, s.ranks)) for s in settings]
         if png is not None:
             from easyrl.simulation.draw import draw_splits
 
@@ -87,24 +131,36 @@ def plan_command(
         import json
 
         told = [
-            _without_lengths(asdict(row.setting))
-            | asdict(row.outcome)
-            | {
-                "tokens_per_s_per_device": row.outcome.tokens_per_s_per_device(row.setting),
-                "fits": row.fits,
-            }
-            for row in rows
+            _as_tree(row) | (splits[number]._asdict() if splits else {})
+            for number, row in enumerate(rows)
         ]
-        print(json.dumps({"measured_step_s": calibration.step_s, "rows": told}))
+        print(json.dumps({"measured_step_s": measured_s, "rows": told}))
         return
-    _print(rows, calibration)
+    _print(rows, measured, measured_s, splits)
+
+
+def _divided(
+    model: str,
+    device: str,
+    devices: int,
+    asked: dict[str, Any],
+    mean_tokens: float | None,
+    sigma: float,
+) -> list[Division]:
+    from easyrl.simulation.cluster import MEAN_TOKENS, Workload, divide, lengths_of_mean
+    from easyrl.simulation.devices import Assumed, device_named
+    from easyrl.simulation.known_models import shape_named
+
+    lengths = lengths_of_mean(MEAN_TOKENS if mean_tokens is None else mean_tokens, sigma)
+    own = device_named(device)
+    return divide(shape_named(model), own, devices, Workload(lengths, **asked), Assumed())
 
 
 def _calibrated(
     run_dir: Path, devices_per_endpoint: int, devices_per_rank: int
 ) -> tuple[Config, Calibration]:
     from easyrl.config.file import load_config
-    from easyrl.simulation.calibrate import calibrate
+    from easyrl.simulation.calibrate import calibrate, most_in_flight
     from easyrl.timeline.reading import kept_batches, read_batch
 
     config = load_config(file_of_run(run_dir, CONFIG_FILE), to_look_back=True)
@@ -118,7 +174,8 @@ def _calibrated(
     places = config.inference.max_inflight
     calibration = calibrate(
         batches,
-        places=_most_in_flight(batches) if places == "auto" else int(places),
+        # the limit of auto follows what is measured
+        places=most_in_flight(batches) if places == "auto" else int(places),
         batch_size=config.trainer.batch_size,
         group_size=config.rollout.num_generations,
         mode=config.run.mode,
@@ -128,60 +185,62 @@ def _calibrated(
     return config, calibration
 
 
-def _most_in_flight(batches: Sequence[Sequence[BatchSpans]]) -> int:
-    """What an endpoint had at a time; the limit of ``inference.max_inflight: auto`` follows it."""
-    from easyrl.timeline.chrome_trace import in_flight
-    from easyrl.timeline.spans import by_lane, is_endpoint, spans_of
-
-    counts = [
-        count
-        for of_ranks in batches
-        for lane, spans in by_lane(spans_of(of_ranks)).items()
-        if is_endpoint(lane)
-        for _, count in in_flight(spans)
-    ]
-    return max(counts, default=1)
-
-
 def _fits(config: Config, ranks: int) -> bool | None:
     """Whether ``ranks`` have the memory on this machine's devices; None where nobody can say."""
     from easyrl.config import ConfigError
     from easyrl.memory_plan.plan import plan_memory
-    from easyrl.memory_plan.verdict import device_bytes
+    from easyrl.memory_plan.verdict import LEFT_FREE, device_bytes
 
     try:
         available = device_bytes()
         plan = plan_memory(config, ranks * config.parallel.ranks_per_model)
     except (ConfigError, OSError):  # the model is not here
         return None
-    return None if available is None else plan.needed <= available
+    return None if available is None else plan.needed <= available * (1 - LEFT_FREE)
 
 
-def _without_lengths(setting: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in setting.items() if name != "lengths"}
+def _as_tree(row: Split) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    setting = asdict(row.setting)
+    del setting["lengths"]
+    found = asdict(row.outcome)
+    return setting | found | {"tpspd": row.outcome.tpspd(row.setting), "fits": row.fits}
 
 
-def _print(rows: Sequence[Split], calibration: Calibration) -> None:
+def _print(
+    rows: Sequence[Split],
+    measured: Setting | None,
+    measured_s: float | None,
+    splits: Sequence[ModelSplit],
+) -> None:
     from rich.table import Table
 
     from easyrl.runtime.terminal import print_plain
 
-    measured = calibration.setting
-    print_plain(f"the run: {calibration.step_s:.2f} s a batch in the median, as measured")
-    table = Table(
-        "endpoints", "places", "ranks", "batch", "mode", "s", "tok/s/dev", "idle", "memory"
-    )
-    for row in rows[:ROWS]:
+    if measured_s is None:
+        print_plain("no run: rates by arithmetic, from assumptions (docs/plan.md); fastest first")
+    else:
+        print_plain(f"the run: {measured_s:.2f} s a batch in the median, as measured")
+    last = "model split" if splits else "memory"
+    table = Table("endpoints", "places", "ranks", "batch", "mode", "s", "TPSPD", "idle", last)
+    for number, row in enumerate(rows[:ROWS]):
         own, found = row.setting, row.outcome
         table.add_row(
-            f"{own.endpoints}",
+            _with_devices(own.endpoints, own.devices_per_endpoint),
             f"{own.places}",
-            f"{own.ranks}",
+            _with_devices(own.ranks, own.devices_per_rank),
             f"{own.batch_size} x {own.group_size}",
             own.mode + (" (the run)" if own == measured else ""),
             f"{found.step_s:.2f}",
-            f"{found.tokens_per_s_per_device(own):,.0f}",
+            f"{found.tpspd(own):,.0f}",
             f"train {found.training_idle:.0%}, infer {found.inference_idle:.0%}",
-            {True: "fits", False: "does not fit", None: "not known"}[row.fits],
+            str(splits[number])
+            if splits
+            else {True: "fits", False: "does not fit", None: "not known"}[row.fits],
         )
     print_plain(table)
+
+
+def _with_devices(number: int, devices_of_each: int) -> str:
+    return f"{number}" if devices_of_each == 1 else f"{number} of {devices_of_each}"

@@ -30,8 +30,8 @@ def trace_command(
 
     from easyrl.config import ConfigError
     from easyrl.config.file import load_config
+    from easyrl.simulation.advice import advice
     from easyrl.timeline.accounting import account
-    from easyrl.timeline.advice import advice
     from easyrl.timeline.chrome_trace import FILE, newest_batches, write_trace
     from easyrl.timeline.folder import TimelineFolder
     from easyrl.timeline.reading import chosen_batches

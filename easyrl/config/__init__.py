@@ -16,7 +16,7 @@ from easyrl.config.environments import (
     ToolsConfig,
     environment_contradictions,
 )
-from easyrl.config.evaluation import EvaluationConfig
+from easyrl.config.evaluation import EvaluationConfig, EvaluationSetConfig, set_key
 from easyrl.config.inference import EndpointConfig, InferenceConfig, LaunchConfig, endpoint_url
 from easyrl.config.ledger import CheckpointConfig, JournalConfig
 from easyrl.config.metrics import MetricsConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -17,6 +17,8 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """Unknown keys are errors, no type is guessed, values stay as loaded."""
 
+    # what further keys hold, where those are names that the user gives
+    named: ClassVar[type[Section] | None] = None
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
     )

@@ -224,6 +224,9 @@ def _known_keys(config: type[Section], location: Sequence[Any]) -> list[str]:
     for part in location:
         if isinstance(part, int):
             continue
+        if part not in model.model_fields:
+            model = model.named
+            continue
         annotation = model.model_fields[part].annotation
         candidates = [annotation, *getattr(annotation, "__args__", ())]
         model = next(c for c in candidates if isinstance(c, type) and issubclass(c, Section))

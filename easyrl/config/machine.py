@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from easyrl.config import Config, ConfigError, DatasetConfig
+from easyrl.config import Config, ConfigError, DatasetConfig, set_key
 from easyrl.config.run import TrackerName
 
 # what the trackers import that extras bring
@@ -60,8 +60,8 @@ def _problems(config: Config, written_later: Collection[Path]) -> Iterator[str]:
                 "tokenizer, or remove the key"
             )
     yield from _dataset_problems("data", config.data, written_later)
-    if config.evaluation is not None:
-        yield from _dataset_problems("evaluation.data", config.evaluation.data, written_later)
+    for name, held_out in {} if config.evaluation is None else config.evaluation.sets.items():
+        yield from _dataset_problems(f"{set_key(name)}.data", held_out.data, written_later)
     for i, reward in enumerate(config.rewards):
         file = reward.file
         if file is not None and file not in written_later and not file.is_file():

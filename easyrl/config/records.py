@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, PositiveInt, model_validator
 
 from easyrl.config import (
     AlarmsConfig,
@@ -99,6 +99,9 @@ class RecordDataConfig(RecordDatasetConfig, DataConfig):
 
 class RecordEvaluationConfig(EvaluationConfig):
     """The loss on held-out records."""
+
+    model_config = ConfigDict(extra="forbid")
+    named = None  # one set, which has no name
 
     data: RecordDatasetConfig
     num_samples: PositiveInt = Field(1, exclude=True)

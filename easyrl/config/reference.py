@@ -64,6 +64,11 @@ def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]:
             yield Key(path, _type(field), default, meaning, _readers(path))
         if below is not None:
             yield from keys(below, f"{path}{'[]' * is_list}.")
+    if section.named is not None:
+        meaning = (section.named.__doc__ or "").strip().partition("\n")[0]
+        others = ", ".join(f"`{name}`" for name in section.named.model_fields)
+        meaning = f"{meaning} Any name: letters, digits, _ and -. Has {others}"
+        yield Key(f"{prefix}<name>", "section", "", meaning, [])
 
 
 def markdown() -> str:

@@ -6,10 +6,12 @@ has them as ``key.path=value``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+from easyrl.config.evaluation import NAME, EvaluationConfig, folded, set_key
 from easyrl.convert.peer import Peer, Settings, Values
 from easyrl.convert.values import all_tokens, off_policy_sampling
 from easyrl.convert.verl_keys import (
@@ -285,16 +287,33 @@ def evaluation(values: Values) -> Settings:
         "top_p": values.number(f"{ROLLOUT}val_kwargs.top_p"),
         "top_k": all_tokens(values[f"{ROLLOUT}val_kwargs.top_k"]),
     }
-    return {
-        "evaluation.data.files": files,
-        "evaluation.data.fields.prompt": values["data.prompt_key"],
-        "evaluation.data.fields.answer": "reward_model.ground_truth",
-        "evaluation.data.max_prompt_tokens": values.integer("data.max_prompt_length"),
+    settings: Settings = {
         "evaluation.every_steps": every * num_updates(values),
         "evaluation.at_start": values["trainer.val_before_train"],
         "evaluation.num_samples": samples if is_sampled else 1,
         **{f"evaluation.sampling.{key}": value for key, value in sampling.items()},
     }
+    for name, of_set in _held_out_sets(files).items():
+        key = f"{set_key(name)}.data"
+        settings |= {
+            f"{key}.files": of_set,
+            f"{key}.fields.prompt": values["data.prompt_key"],
+            f"{key}.fields.answer": "reward_model.ground_truth",
+            f"{key}.max_prompt_tokens": values.integer("data.max_prompt_length"),
+        }
+    return settings
+
+
+def _held_out_sets(files: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    """Several files are sets, as verl tells of each data source by itself: named as the files, or
+    as their folders (``gsm8k/test.parquet``); one set of all where neither can name them."""
+    paths = [Path(file) for file in files]
+    for names in ([path.stem for path in paths], [path.parent.name for path in paths]):
+        names = [name.replace(".", "_") for name in names]
+        distinct = {folded(name) for name in names if NAME.fullmatch(name)}
+        if len(distinct - {*EvaluationConfig.model_fields}) == len(files) > 1:
+            return {name: [file] for name, file in zip(names, files, strict=True)}
+    return {"": files}
 
 
 def rewards(values: Values) -> Settings:

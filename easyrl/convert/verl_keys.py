@@ -136,7 +136,10 @@ ROWS = (
     # ---- data, sampling and rewards ----
     Row("data.train_files", None, "data.files", "files on disk"),
     Row(
-        "data.val_files", None, "evaluation.data.files", "where test_freq or val_before_train asks"
+        "data.val_files",
+        None,
+        "evaluation.data.files",
+        "where test_freq or val_before_train asks; several are sets with the names of the files",
     ),
     Row("data.prompt_key", "prompt", "data.fields.prompt", value=same),
     Row("data.max_prompt_length", 512, "data.max_prompt_tokens", value=same),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from easyrl.config import Config
+from easyrl.config import Config, set_key
 from easyrl.doctor.finding import Finding, failed, ok
 from easyrl.inference_client.client import EndpointClient, ServedModel
 from easyrl.inference_client.errors import EndpointError, RequestRejected
@@ -78,9 +78,9 @@ def context_needs(config: Config, *, rollout: bool) -> dict[str, int]:
     if rollout:
         key = "data.max_prompt_tokens + rollout.max_tokens"
         needs[key] = config.data.max_prompt_tokens + config.rollout.max_tokens
-    if (evaluation := config.evaluation) is not None:
-        key = "evaluation.data.max_prompt_tokens + evaluation.sampling.max_tokens"
-        needs[key] = evaluation.data.max_prompt_tokens + evaluation.sampling.max_tokens
+    for name, held_out in {} if config.evaluation is None else config.evaluation.sets.items():
+        key = f"{set_key(name)}.data.max_prompt_tokens + {set_key(name)}.sampling.max_tokens"
+        needs[key] = held_out.data.max_prompt_tokens + held_out.sampling.max_tokens
     return needs
 
 

@@ -49,7 +49,11 @@ class ModelShape:
 
 def model_shape(model: ModelConfig) -> ModelShape:
     """Of the model at ``model.path``. Raises ``ConfigError`` naming it if it cannot be trained."""
-    config = trainable_config(model)
+    return shape_of(trainable_config(model))
+
+
+def shape_of(config: PreTrainedConfig) -> ModelShape:
+    """Of a model that a configuration describes. Raises ``ConfigError`` without attention."""
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config)
     parameters = {name: tuple(p.shape) for name, p in made.named_parameters()}

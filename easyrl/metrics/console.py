@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import TextIO
 
@@ -47,6 +47,7 @@ RECORD_COLUMNS: Columns = (
     ("rate", "learning_rate", "{:.1e}"),
     ("grad", "grad_norm", "{:.2f}"),
 )  # of a run on records
+SETS_SHOWN = 2  # of an evaluation, the first ones: with more a row is wider than 80 characters
 ROWS_SHOWN = 12
 IF_ANY = "reward/failures"  # shown where it is not zero
 PLAIN_EVERY_S = 30.0  # where there is no terminal a step is told of only if it takes longer
@@ -60,6 +61,15 @@ def named_columns(columns: Columns, names: Names) -> Columns:
         return own if theirs == metric else re.sub(r"(?<=[/_])", "\n", theirs)
 
     return tuple((heading(own, metric), metric, form) for own, metric, form in columns)
+
+
+def with_sets(columns: Columns, names: Sequence[str]) -> Columns:
+    """``columns`` with the accuracy of each named set in place of that of the only one."""
+    of_sets = tuple((name[:9], f"eval/{name}/accuracy", "{:.3f}") for name in names[:SETS_SHOWN])
+    if not of_sets:
+        return columns
+    at = next(i for i, (_, metric, _) in enumerate(columns) if metric == "eval/accuracy")
+    return (*columns[:at], *of_sets, *columns[at + 1 :])
 
 
 class _Console(Console):

@@ -8,7 +8,7 @@ a name stands for what a run puts there.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -397,6 +397,23 @@ SECTIONS = (
                 "the most that a process had resident since the start, of the rank with most",
                 remark="verl's `perf/cpu_memory_used_gb` is the machine's",
             ),
+            Metric(
+                "memory/<phase>/device_peak_gib",
+                "GiB",
+                "the most that tensors took on a device while the trainer's thread was in a phase "
+                "(`time/phase_<phase>_s`) of the batch, of the rank with most",
+                remark="what is counted and what it costs: [memory](memory.md#peaks-by-phase)",
+            ),
+            Metric(
+                "memory/<phase>/host_peak_gib",
+                "GiB",
+                "the most that the trainer's process had resident then, of the rank with most",
+            ),
+            Metric(
+                "memory/<phase>/shm_peak_gib",
+                "GiB",
+                "the most that all files in `/dev/shm` took then, also those of others (`df`)",
+            ),
         ),
     ),
     Section(
@@ -490,6 +507,10 @@ SECTIONS = (
                 "1 − C(n − c, k) / C(n, k)",
             ),
             Metric("eval/excluded", "count", "held-out prompts that could not be answered"),
+            Metric("eval/<set>/accuracy", "share", "`eval/accuracy` of a set with a name"),
+            Metric("eval/<set>/avg@<samples>", "share", "the same, by the number of samples"),
+            Metric("eval/<set>/pass@<k>", "share", "its prompts with a correct one among k"),
+            Metric("eval/<set>/excluded", "count", "of them, those that could not be answered"),
             Metric("eval/loss", "", "on held-out records"),
             Metric("eval/<metric>", "", "of held-out records, as `policy/<metric>`"),
             Metric("alarm/<alarm>", "0 or 1", "whether the [alarm](alarms.md) is raised"),
@@ -507,6 +528,18 @@ def declared(name: str) -> Metric | None:
         return _EXACT[name]
     families = (metric for metric in METRICS if metric.is_family)
     return next((metric for metric in families if _pattern(metric).fullmatch(name)), None)
+
+
+def accuracies(metrics: Iterable[Mapping[str, float]]) -> list[str]:
+    """Names of the held-out accuracy of each set that ``metrics`` have figures of."""
+    of_sets = re.compile(r"eval/([^/]+/)?accuracy")
+    return sorted({name for row in metrics for name in row if of_sets.fullmatch(name)})
+
+
+def accuracy_label(name: str) -> str:
+    """What a chart calls a held-out accuracy: by its set, if that has a name."""
+    _, *of_set, _ = name.split("/")
+    return " ".join([*of_set, "held-out accuracy"])
 
 
 @cache

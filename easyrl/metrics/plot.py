@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from easyrl.metrics.names import accuracies, accuracy_label
+
 Curve = tuple[str, str, str]  # metric, label, style of the line
 
 
 def plot_reward_curve(metrics: Sequence[dict[str, float]], path: Path) -> None:
-    """Draws mean reward per step, and held-out accuracy where it was measured."""
+    """Draws mean reward per step, and held-out accuracy, of each set, where it was measured."""
     _plot(
         metrics,
         path,
         ("reward/mean", "training reward (mean of batch)", "-"),
-        ("eval/accuracy", "held-out accuracy", "o-"),
+        *((name, accuracy_label(name), "o-") for name in accuracies(metrics)),
     )
 
 

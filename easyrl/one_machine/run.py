@@ -51,7 +51,8 @@ def _launch_of(config: Config, file: Path) -> LaunchConfig:
 
 def _named(config: Config) -> list[Path]:
     """Model and files of prompts."""
-    held_out = [] if config.evaluation is None else config.evaluation.data.files
+    sets = [] if config.evaluation is None else config.evaluation.sets.values()
+    held_out = [file for each in sets for file in each.data.files]
     return [config.model.path, *config.data.files, *held_out]
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import load_config
-from easyrl.metrics.names import declared
+from easyrl.metrics.names import accuracies, accuracy_label, declared
 from easyrl.metrics.trackers import read_metrics
 from easyrl.report.batches import packed_batch
 from easyrl.report.curves import charts_of, is_number
 from easyrl.report.samples import Decode, shown_samples
 from easyrl.runtime.run_files import CONFIG_FILE, METRICS_FILE, file_of_run
 from easyrl.samples.folder import SampleFolder
+from easyrl.simulation.advice import advice
 from easyrl.timeline.accounting import LaneAccount, account, mean_shares
-from easyrl.timeline.advice import advice
 from easyrl.timeline.folder import TimelineFolder
 from easyrl.timeline.show import startup_line
 from easyrl.timeline.spans import BatchSpans, is_endpoint, is_rank
@@ -149,7 +149,8 @@ def _facts(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     facts = []
     if metrics:
         facts.append(("steps", f"{int(metrics[-1]['step']):,}"))
-    for name, label in (("eval/accuracy", "held-out accuracy"), ("reward/mean", "reward")):
+    shown = [(name, accuracy_label(name)) for name in accuracies(metrics)]
+    for name, label in (*shown, ("reward/mean", "reward")):
         values = [row[name] for row in metrics if is_number(row.get(name))]
         if values:
             facts.append((label, f"{values[0]:.3f} → {values[-1]:.3f}"))

@@ -53,7 +53,10 @@ CHARTS = (
     Chart("Learning rate", ("learning_rate", "critic/learning_rate")),
     Chart("Throughput per device", ("throughput/*per_device",)),
     Chart("Seconds per step", ("time/step_s", "time/wait_s", "time/train_s", "time/sync_s")),
-    Chart("Memory", ("memory/*",)),
+    Chart("Memory, peak since the start", ("memory/device_peak_gib", "memory/host_peak_gib")),
+    Chart("Device memory by phase, peaks", ("memory/*/device_peak_gib",)),
+    Chart("Host memory by phase, peaks", ("memory/*/host_peak_gib",)),
+    Chart("/dev/shm by phase, peaks", ("memory/*/shm_peak_gib",)),
 )
 
 
@@ -71,12 +74,18 @@ def charts_of(metrics: Sequence[Mapping[str, float]]) -> list[tuple[Chart, str, 
     known_names = sorted({name for row in metrics for name in row})
     for chart in CHARTS:
         names = [n for each in chart.names for n in known_names if fnmatchcase(n, each)]
-        drawn = (curve_of(metrics, name) for name in list(dict.fromkeys(names))[:MOST_CURVES])
-        curves = [curve for curve in drawn if curve is not None]
+        drawn = (curve_of(metrics, name) for name in dict.fromkeys(names))
+        curves = _highest([curve for curve in drawn if curve is not None])
         if curves:
             known = declared(curves[0].name)
             found.append((chart, known.unit if known is not None else "", curves))
     return found
+
+
+def _highest(curves: list[Curve]) -> list[Curve]:
+    """As many as a chart has room for, in their order: those with the largest values."""
+    kept = sorted(curves, key=lambda curve: max(curve.values), reverse=True)[:MOST_CURVES]
+    return [curve for curve in curves if curve in kept]
 
 
 def curve_of(

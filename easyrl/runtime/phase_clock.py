@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 OTHER = "other"  # outside of all phases
+OnInterval = Callable[[str, float, float, Mapping[str, int | str]], object]
 
 
 class Phase(NamedTuple):
@@ -21,14 +22,12 @@ class Phase(NamedTuple):
 class PhaseClock:
     """Counts the seconds of the thread that uses it.
 
-    A phase inside another interrupts it: a second counts for the innermost. ``on_interval`` is told
-    each stretch of a phase: its name, start and end in seconds of ``time.monotonic``, and args.
+    A phase inside another interrupts it: a second counts for the innermost. ``on_interval`` are
+    told each stretch of a phase: its name, start and end in seconds of ``time.monotonic``, and
+    args.
     """
 
-    def __init__(
-        self,
-        on_interval: Callable[[str, float, float, Mapping[str, int | str]], object] | None = None,
-    ) -> None:
+    def __init__(self, *on_interval: OnInterval) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._running = [Phase(OTHER, {})]
         self._since_s = time.monotonic()
@@ -58,6 +57,7 @@ class PhaseClock:
     def _count(self) -> None:
         now_s, phase = time.monotonic(), self._running[-1]
         self._seconds[phase.name] += now_s - self._since_s
-        if self._on_interval is not None and now_s > self._since_s:
-            self._on_interval(phase.name, self._since_s, now_s, phase.args)
+        if now_s > self._since_s:
+            for told in self._on_interval:
+                told(phase.name, self._since_s, now_s, phase.args)
         self._since_s = now_s

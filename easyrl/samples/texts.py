@@ -38,8 +38,8 @@ class TextFile:
                 raw = self._files[0]
                 self._files.append(gzip.GzipFile("", "wb", LEVEL, raw, mtime=0))  # type: ignore[arg-type]
 
-    def add(self, group: RolloutGroup) -> None:
-        """A line of ``group``, which may have no responses."""
+    def add(self, set_name: str, group: RolloutGroup) -> None:
+        """A line of ``group``, which may have no responses; of the only set the name is empty."""
         prompt = group.prompt
         responses = [
             {
@@ -52,6 +52,7 @@ class TextFile:
             for completion, score in zip(group.completions, group.scores, strict=True)
         ]
         line = {
+            **({"set": set_name} if set_name else {}),
             "index": prompt.index,
             "location": valid(prompt.location),
             "prompt": valid(self._decode(prompt.token_ids.tolist())),

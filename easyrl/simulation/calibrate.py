@@ -73,6 +73,17 @@ def calibrate(
     return Calibration(setting, statistics.median(seconds))
 
 
+def most_in_flight(batches: Sequence[Sequence[BatchSpans]]) -> int:
+    """Requests that an endpoint had at a time, the most."""
+    counts = [
+        count
+        for of_ranks in batches
+        for spans in _endpoints(of_ranks).values()
+        for _, count in in_flight(spans)
+    ]
+    return max(counts, default=1)
+
+
 def _rates(batches: Sequence[Sequence[BatchSpans]], requests: Sequence[Span]) -> Rates:
     step_s, each_s, prompt_s, request_s = _decode_rates(batches)
     trained = [s for of_ranks in batches for s in _spans(of_ranks) if s.name == "train"]
@@ -85,6 +96,7 @@ def _rates(batches: Sequence[Sequence[BatchSpans]], requests: Sequence[Span]) ->
         int(request.args["response_tokens"]) + int(request.args["prompt_tokens"]) / group_size
         for request in requests
     )
+    scored = [s.seconds for of_ranks in batches for s in _spans(of_ranks) if s.name == "reward"]
     beside = sum(
         span.seconds
         for of_ranks in batches
@@ -95,7 +107,7 @@ def _rates(batches: Sequence[Sequence[BatchSpans]], requests: Sequence[Span]) ->
         decode_step_s=step_s,
         decode_each_s=each_s,
         prefill_s=prompt_s,
-        request_s=request_s,
+        request_s=request_s + (statistics.mean(scored) if scored else 0.0),
         train_token_s=sum(span.seconds for span in trained) / trained_tokens,
         train_group_s=beside / max(num_groups, 1),
         trained_share=min(trained_tokens / packed, 1.0),
@@ -105,7 +117,7 @@ def _rates(batches: Sequence[Sequence[BatchSpans]], requests: Sequence[Span]) ->
 
 def _decode_rates(batches: Sequence[Sequence[BatchSpans]]) -> tuple[float, ...]:
     """Least squares, none below zero: seconds of a request = tokens · (a + b · mean in flight)
-    + prompt tokens · c + d."""
+    + prompt tokens · c + d. What the requests do not tell apart is taken as none: c first, b, d."""
     rows, seconds = [], []
     for of_ranks in batches:
         for spans in _endpoints(of_ranks).values():
@@ -120,9 +132,12 @@ def _decode_rates(batches: Sequence[Sequence[BatchSpans]]) -> tuple[float, ...]:
                 rows.append([tokens, tokens * beside, int(span.args["prompt_tokens"]), 1.0])
                 seconds.append(span.seconds)
     matrix, target = np.array(rows), np.array(seconds)
+    scaled = matrix / np.maximum(np.abs(matrix).max(axis=0), 1e-9)
     used = [0, 1, 2, 3]
-    if np.ptp(matrix[:, 2]) == 0:  # all prompts are as long: their time is a request's
-        used.remove(2)
+    for column in (2, 1, 3):
+        others = [each for each in used if each != column]
+        if _rank(scaled[:, others]) == _rank(scaled[:, used]):
+            used = others
     while True:
         found, *_ = np.linalg.lstsq(matrix[:, used], target, rcond=None)
         if found.min() >= 0:
@@ -130,6 +145,10 @@ def _decode_rates(batches: Sequence[Sequence[BatchSpans]]) -> tuple[float, ...]:
         used.pop(int(found.argmin()))
     rates = dict(zip(used, found.tolist(), strict=True))
     return tuple(rates.get(column, 0.0) for column in range(4))
+
+
+def _rank(matrix: np.ndarray) -> int:
+    return int(np.linalg.matrix_rank(matrix, tol=1e-6))
 
 
 def _border_s(of_ranks: Sequence[BatchSpans]) -> float:

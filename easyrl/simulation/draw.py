@@ -27,7 +27,7 @@ def draw_splits(splits: Sequence[Split], path: Path) -> None:
     idle.plot(inference, [row.outcome.inference_idle for row in rows], "o-", label="inference idle")
     idle.set_xlabel("devices of inference")
     idle.set_ylim(0, 1)
-    idle.legend()
+    idle.legend(loc="upper center", bbox_to_anchor=(0.5, 1.2), ncols=2, frameon=False)
     for axes in (seconds, idle):
         axes.grid(alpha=0.3)
     figure.tight_layout()

@@ -3,24 +3,21 @@
 Groups are dispatched in order, each to the endpoint with the most free places, when it has one; its
 samples are decoded beside whatever else is there, all at the same speed. A finished group waits for
 a rank, which trains it; when all are trained the border follows. In a synchronous run ranks begin
-when all groups are there.
+when all groups are there. Training holds no request up: the two are computed one behind the other.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import astuple, dataclass, field
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import astuple
 
 import numpy as np
-import simpy
 
 from easyrl.simulation.setting import Outcome, Rates, Setting
 
 NUM_DRAWS = 8
-Process = Generator[simpy.Event, Any, None]
 
 
 def simulate(setting: Setting, *, num_draws: int = NUM_DRAWS, seed: int = 0) -> Outcome:
@@ -29,24 +26,44 @@ def simulate(setting: Setting, *, num_draws: int = NUM_DRAWS, seed: int = 0) -> 
     batches = []
     for _ in range(num_draws):
         lengths = setting.lengths.draw(setting.batch_size, setting.group_size, rng)
-        batches.append(simulate_batch(setting, lengths))
+        batches.append(simulate_batch(setting, lengths.tolist()))
     return Outcome(*(float(np.mean(column)) for column in zip(*map(astuple, batches), strict=True)))
 
 
-def simulate_batch(setting: Setting, lengths: np.ndarray) -> Outcome:
-    """One batch. ``lengths``: int [B, G], tokens of each response, in the order of dispatch."""
-    batch = _Batch(setting, lengths)
-    batch.run()
-    return batch.outcome()
+def simulate_batch(setting: Setting, lengths: Sequence[Sequence[int]]) -> Outcome:
+    """One batch. ``lengths``: tokens of each response of each group, in the order of dispatch."""
+    generation = _Generation(setting)
+    arrivals = generation.run(lengths)
+    rates, work = setting.rates, []
+    for _, number in arrivals:
+        packed = (setting.prompt_tokens + sum(lengths[number])) * rates.trained_share
+        work.append(packed * rates.train_token_s + rates.train_group_s)
+    arrivals_s = [arrival_s for arrival_s, _ in arrivals]
+    end_s = rates.border_s + trained_s(
+        arrivals_s, work, setting.ranks, synchronous=setting.mode == "sync"
+    )
+    num_sequences = sum(map(len, lengths))
+    return Outcome(
+        step_s=end_s,
+        first_group_s=arrivals_s[0],
+        last_group_s=arrivals_s[-1],
+        tokens=float(sum(map(sum, lengths)) + num_sequences * setting.prompt_tokens),
+        training_idle=1 - sum(work) / (end_s * setting.ranks),
+        inference_idle=1 - generation.busy_s / (end_s * setting.endpoints * setting.places),
+    )
 
 
-@dataclass(order=True)
-class _Sequence:
-    """A response that is being decoded."""
+def trained_s(
+    arrivals_s: Sequence[float], work_s: Sequence[float], ranks: int, *, synchronous: bool
+) -> float:
+    """When the last group is trained: each is taken by the rank that is free first (paper §4.3).
 
-    end: float  # in tokens of a sequence that would have been there from the start
-    number: int
-    done: simpy.Event = field(compare=False)
+    ``arrivals_s``: when each group is complete, ascending; ``work_s``: what it takes a rank.
+    """
+    free_s = [arrivals_s[-1] if synchronous else 0.0] * ranks
+    for arrival_s, seconds in zip(arrivals_s, work_s, strict=True):
+        heapq.heapreplace(free_s, max(free_s[0], arrival_s) + seconds)
+    return max(free_s)
 
 
 class _Endpoint:
@@ -56,109 +73,100 @@ class _Endpoint:
     same speed for all, so only the next end has to be known.
     """
 
-    def __init__(self, env: simpy.Environment, rates: Rates, places: int) -> None:
-        self.places = places
-        self._env, self._rates = env, rates
-        self._running: list[_Sequence] = []
-        self._numbers = itertools.count()
+    def __init__(self, rates: Rates, places: int) -> None:
+        self._rates, self._places = rates, places
+        self._running: list[tuple[float, int]] = []  # ``made`` at its end, group; a heap
+        self._waiting: deque[tuple[int, int]] = deque()  # tokens, group
         self._made, self._since_s = 0.0, 0.0
-        self._changed = env.event()
-        self.waiting: list[tuple[int, simpy.Event]] = []  # tokens, and who is told of the end
-        self.busy_places_s = 0.0
-        env.process(self._decode())
+        self.busy_s = 0.0  # summed over places
+        self.version = 0  # of what it runs
 
     @property
     def free(self) -> int:
-        return self.places - len(self._running) - len(self.waiting)
+        return self._places - len(self._running) - len(self._waiting)
 
-    def add(self, num_tokens: int) -> simpy.Event:
-        """A sequence; the event happens when it is finished."""
-        done = self._env.event()
-        self.waiting.append((num_tokens, done))
+    @property
+    def next_end_s(self) -> float | None:
+        """Of the sequence that is finished next, if nothing is added before."""
+        if not self._running:
+            return None
+        left = max(self._running[0][0] - self._made, 0.0)
+        return self._since_s + left * self._rates.decode_s(len(self._running))
+
+    def add(self, now_s: float, group: int, lengths: Sequence[int]) -> None:
+        self._pass(now_s)
+        self._waiting.extend((tokens, group) for tokens in lengths)
         self._admit()
-        return done
+
+    def finish(self, now_s: float) -> list[int]:
+        """The groups of the sequences that end at ``now_s``, which is ``next_end_s``."""
+        self._pass(now_s)
+        self._made = max(self._made, self._running[0][0])  # no rounding behind the comma
+        ended = []
+        while self._running and self._running[0][0] <= self._made:
+            ended.append(heapq.heappop(self._running)[1])
+        self._admit()
+        return ended
+
+    def _pass(self, now_s: float) -> None:
+        """Counts what has been decoded since the last look."""
+        passed_s, self._since_s = now_s - self._since_s, now_s
+        if self._running and passed_s:
+            self._made += passed_s / self._rates.decode_s(len(self._running))
+            self.busy_s += passed_s * len(self._running)
 
     def _admit(self) -> None:
-        self._pass()
-        admitted = False
-        while self.waiting and len(self._running) < self.places:
-            num_tokens, done = self.waiting.pop(0)
-            sequence = _Sequence(self._made + num_tokens, next(self._numbers), done)
-            heapq.heappush(self._running, sequence)
-            admitted = True
-        if admitted and not self._changed.triggered:
-            self._changed.succeed()
-
-    def _token_s(self) -> float:
-        return self._rates.decode_step_s + len(self._running) * self._rates.decode_each_s
-
-    def _pass(self) -> None:
-        """Counts what was decoded since the last look."""
-        passed_s = self._env.now - self._since_s
-        if self._running and passed_s:
-            self._made += passed_s / self._token_s()
-            self.busy_places_s += passed_s * len(self._running)
-        self._since_s = self._env.now
-
-    def _decode(self) -> Process:
-        while True:
-            self._changed = self._env.event()
-            if not self._running:
-                yield self._changed
-                continue
-            left_s = max(self._running[0].end - self._made, 0.0) * self._token_s()
-            finished = self._env.timeout(left_s)
-            yield self._changed | finished
-            self._pass()
-            if finished.processed:
-                self._made = max(self._made, self._running[0].end)  # no rounding behind the comma
-            while self._running and self._running[0].end <= self._made:
-                heapq.heappop(self._running).done.succeed()
-            self._admit()
+        self.version += 1
+        while self._waiting and len(self._running) < self._places:
+            tokens, group = self._waiting.popleft()
+            heapq.heappush(self._running, (self._made + tokens, group))
 
 
-class _Batch:
-    """A batch on its way through endpoints and ranks."""
+class _Generation:
+    """A batch's groups on their way through the endpoints."""
 
-    def __init__(self, setting: Setting, lengths: np.ndarray) -> None:
-        self.env = simpy.Environment()
-        self._setting, self._lengths = setting, lengths
+    def __init__(self, setting: Setting) -> None:
+        self._rates = setting.rates
+        self._before_s = self._rates.request_s + self._rates.prefill_s * setting.prompt_tokens
         self._endpoints = [
-            _Endpoint(self.env, setting.rates, setting.places) for _ in range(setting.endpoints)
+            _Endpoint(setting.rates, setting.places) for _ in range(setting.endpoints)
         ]
-        self._ready: simpy.Store = simpy.Store(self.env)
-        self._all_here = self.env.event()
-        self._freed = self.env.event()
         self._room = [(-setting.places, number) for number in range(setting.endpoints)]  # a heap
-        self._arrivals: list[float] = []
-        self._trained_s: list[float] = []
-        self._work_s = 0.0
+        self._ends: list[tuple[float, int, int]] = []  # when, endpoint, its version; a heap
 
-    def run(self) -> None:
-        self.env.process(self._dispatch())
-        self.env.run(self.env.all_of(self._rank_processes()))
+    @property
+    def busy_s(self) -> float:
+        return sum(endpoint.busy_s for endpoint in self._endpoints)
 
-    def outcome(self) -> Outcome:
-        setting = self._setting
-        end_s = max(self._trained_s) + setting.rates.border_s
-        busy_s = sum(endpoint.busy_places_s for endpoint in self._endpoints)
-        prompts = setting.prompt_tokens * self._lengths.size
-        return Outcome(
-            step_s=end_s,
-            first_group_s=self._arrivals[0],
-            last_group_s=self._arrivals[-1],
-            tokens=float(self._lengths.sum() + prompts),
-            training_idle=1 - self._work_s / (end_s * setting.ranks),
-            inference_idle=1 - busy_s / (end_s * setting.endpoints * setting.places),
-        )
+    def run(self, lengths: Sequence[Sequence[int]]) -> list[tuple[float, int]]:
+        """When each group is complete, and which it is, in order."""
+        missing = [len(group) for group in lengths]
+        arrivals: list[tuple[float, int]] = []
+        now_s, sent = 0.0, 0
+        while True:
+            while sent < len(lengths) and (number := self._most_room()) is not None:
+                self._endpoints[number].add(now_s, sent, lengths[sent])
+                self._note(number)
+                sent += 1
+            if not self._ends:
+                return arrivals
+            now_s = self._ends[0][0]
+            for number in self._ending(now_s):  # all of them, before the next group is sent
+                for group in self._endpoints[number].finish(now_s):
+                    missing[group] -= 1
+                    if not missing[group]:
+                        # what is before its first token is as long at the end
+                        arrivals.append((now_s + self._before_s, group))
+                self._note(number)
 
-    def _dispatch(self) -> Process:
-        for group in self._lengths:
-            while (number := self._most_room()) is None:
-                self._freed = self.env.event()
-                yield self._freed
-            self.env.process(self._generate(number, group))
-            yield self.env.timeout(0)  # its samples are there when the next one looks for room
+    def _ending(self, now_s: float) -> list[int]:
+        """Endpoints of which a sequence ends now; none if all that was said has changed since."""
+        numbers = []
+        while self._ends and self._ends[0][0] <= now_s:
+            _, number, version = heapq.heappop(self._ends)
+            if version == self._endpoints[number].version:
+                numbers.append(number)
+        return numbers
 
     def _most_room(self) -> int | None:
         """The endpoint with the most free places; None: none has any."""
@@ -169,45 +177,9 @@ class _Batch:
             heapq.heappop(self._room)  # it has changed since
         return None
 
-    def _note_room(self, number: int) -> None:
-        heapq.heappush(self._room, (-self._endpoints[number].free, number))
-
-    def _generate(self, number: int, group: Sequence[int]) -> Process:
-        rates, endpoint = self._setting.rates, self._endpoints[number]
-        samples = [endpoint.add(int(tokens)) for tokens in group]
-        self._note_room(number)
-
-        def freed(_: simpy.Event) -> None:
-            self._note_room(number)
-            if not self._freed.triggered:
-                self._freed.succeed()
-
-        for sample in samples:
-            assert sample.callbacks is not None
-            sample.callbacks.append(freed)
-        yield self.env.all_of(samples)
-        before_s = rates.request_s + rates.prefill_s * self._setting.prompt_tokens
-        if before_s:  # before its first token; it is as long at the end
-            yield self.env.timeout(before_s)
-        self._arrivals.append(self.env.now)
-        self._ready.put(int(sum(group)))
-        if len(self._arrivals) == len(self._lengths):
-            self._all_here.succeed()
-
-    def _rank_processes(self) -> list[simpy.Process]:
-        """Ranks take finished groups as they come, whoever is free first."""
-        num_groups, taken = len(self._lengths), itertools.count()
-        num_ranks = self._setting.ranks
-        return [self.env.process(self._train(taken, num_groups)) for _ in range(num_ranks)]
-
-    def _train(self, taken: Iterator[int], num_groups: int) -> Process:
-        setting, rates = self._setting, self._setting.rates
-        if setting.mode == "sync":
-            yield self._all_here
-        while next(taken) < num_groups:
-            response_tokens = yield self._ready.get()
-            packed = (setting.prompt_tokens + response_tokens) * rates.trained_share
-            work_s = packed * rates.train_token_s + rates.train_group_s
-            yield self.env.timeout(work_s)
-            self._work_s += work_s
-            self._trained_s.append(self.env.now)
+    def _note(self, number: int) -> None:
+        """What an endpoint's next end and its room are, now that they have changed."""
+        endpoint = self._endpoints[number]
+        heapq.heappush(self._room, (-endpoint.free, number))
+        if (end_s := endpoint.next_end_s) is not None:
+            heapq.heappush(self._ends, (end_s, number, endpoint.version))

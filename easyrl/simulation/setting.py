@@ -47,11 +47,15 @@ class Rates:
     decode_step_s: float  # a token of each of n sequences takes decode_step_s + n · decode_each_s
     decode_each_s: float
     prefill_s: float  # of a prompt's token
-    request_s: float  # of a request, whatever its length
+    request_s: float  # of a request, whatever its length; its score too
     train_token_s: float  # of a packed token on one rank
     train_group_s: float  # of a group, whatever its length: packing, journal
     trained_share: float  # of a batch's packed tokens; what carries no signal is left out
     border_s: float  # from the last micro-batch's end to the next batch's first request
+
+    def decode_s(self, running: int) -> float:
+        """A token of each of so many sequences, at one endpoint."""
+        return self.decode_step_s + running * self.decode_each_s
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,6 @@ class Outcome:
     training_idle: float  # share of the ranks' time
     inference_idle: float  # share of the endpoints' places
 
-    def tokens_per_s_per_device(self, setting: Setting) -> float:
+    def tpspd(self, setting: Setting) -> float:
         """The paper's measure (§6), TPSPD: tokens / (seconds · devices)."""
         return self.tokens / self.step_s / setting.devices

@@ -18,7 +18,6 @@ from easyrl.ledger.exclusions import recent_exclusions
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics, recipe_metrics
 from easyrl.metrics.reporter import StepReporter
 from easyrl.runtime.device_time import DeviceTimer
-from easyrl.runtime.peak_memory import peak_memory
 from easyrl.schema import (
     NEEDS_CHANGE,
     TEMPORARY_FAILURE,
@@ -42,6 +41,7 @@ from easyrl.trainer.parts import (
     AlarmActions,
     Evaluation,
     Ledger,
+    Memory,
     OpenBatch,
     Publisher,
     Rollouts,
@@ -98,6 +98,7 @@ class Trainer:
     evaluation: Evaluation | None = None  # of held-out prompts, beside the batches
     alarms: AlarmActions | None = None
     samples: Samples | None = None  # keeps some of what was trained
+    memory: Memory | None = None  # hears the clock; its peaks are told of each batch
 
     def __post_init__(self) -> None:
         self.clock = self.accumulator.clock  # where the time of ``fit`` goes
@@ -415,11 +416,11 @@ class Trainer:
         start = time.monotonic()
         self.rollouts.sync()
         # the journals of all ranks come before the certificate
-        peaks = self._collectives.all_gather(peak_memory(self._engine.device))
+        peaks = self._collectives.all_gather({} if self.memory is None else self.memory.take())
         synced = time.monotonic()
         self.ledger.close_batch(account)
         return {
-            **{name: max(of_rank[name] for of_rank in peaks) for name in peaks[0]},
+            **_largest(peaks),
             "time/journal_s": synced - start,
             "time/certificate_s": time.monotonic() - synced + sum(u.check_s for u in updates),
         }
@@ -525,3 +526,9 @@ class Trainer:
         )
         progress.unevaluated = evaluation is not None
         return evaluation
+
+
+def _largest(peaks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of all ranks, whose phases may differ."""
+    names = dict.fromkeys(name for of_rank in peaks for name in of_rank)
+    return {name: max(of[name] for of in peaks if name in of) for name in names}

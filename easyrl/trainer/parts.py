@@ -126,3 +126,10 @@ class Samples(Protocol):
 
     def close_batch(self, step: int, updates: Sequence[Update]) -> dict[str, float]:
         """Of a batch that counts, whose first optimizer step is ``step``; the seconds it took."""
+
+
+class Memory(Protocol):
+    """Peaks of memory by phase of the trainer's thread (``PhaseMemory``)."""
+
+    def take(self) -> dict[str, float]:
+        """GiB by metric, since this was called before."""

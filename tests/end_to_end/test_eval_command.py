@@ -53,3 +53,38 @@ def test_figures_are_those_of_the_rewards_and_samples_that_do_not_fit_are_cut(se
         assert [response["reward"] for response in each["responses"]] == [0.0, 1.0, 0.0, 1.0]
         assert all(r["truncated"] or r["text"] for r in each["responses"])
     assert sorted(path.name for path in tmp_path.glob("texts*")) == ["texts.jsonl.gz"]
+
+
+def test_named_sets_have_figures_of_their_own(served, tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    files = [write_prompts(tmp_path / f"{n}.jsonl", n, 12, seed=n) for n in (3, 2)]
+    sets = [
+        f"evaluation.{name}.data={{files: [{file}], max_prompt_tokens: 16}}"
+        for name, file in zip(("one", "two"), files, strict=True)
+    ]
+    command = [
+        *(sys.executable, "-m", "easyrl", "eval", "benchmarks/overlap.yaml"),
+        *(f"model.path={served.model}", f"data.files=[{files[0]}]", *sets),
+        *(f"inference.endpoints=[{served.url}]", f"rewards=[{{file: {tmp_path / 'reward.py'}}}]"),
+        *("evaluation.num_samples=2", "evaluation.sampling.max_tokens=4"),
+        *("evaluation.two.num_samples=1", "--keep-texts", str(tmp_path / "texts.jsonl")),
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert figures.pop("time/evaluation_s") > 0
+    assert figures == {
+        "num_prompts": {"one": 3, "two": 2},
+        "eval/one/accuracy": 0.5,
+        "eval/one/avg@2": 0.5,
+        "eval/one/excluded": 0.0,
+        "eval/one/pass@1": 0.5,
+        "eval/two/accuracy": 0.0,
+        "eval/two/avg@1": 0.0,
+        "eval/two/excluded": 0.0,
+        "eval/two/pass@1": 0.0,
+    }
+    kept = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert sorted((each["set"], each["index"]) for each in kept) == [
+        *(("one", 0), ("one", 1), ("one", 2), ("two", 0), ("two", 1)),
+    ]

@@ -55,7 +55,10 @@ def test_its_own_file_has_our_names_and_all_of_them(run: tuple[Path, str]) -> No
     missing = {n for n in wanted - written if not n.startswith(NOT_OF_SUCH_A_RUN)}
     assert missing == set()
     assert "reward/<reward>/mean" in families and "policy/<metric>" not in families
+    assert {"memory/<phase>/host_peak_gib", "memory/<phase>/shm_peak_gib"} <= families
     last = steps[-1]
+    phases = [last[f"memory/{name}/host_peak_gib"] for name in ("train", "step", "wait", "sync")]
+    assert 0.01 < min(phases) <= max(phases) <= last["memory/host_peak_gib"] + 0.001  # rounded
     assert last["epoch"] == STEPS / 4 and 0.01 < last["memory/host_peak_gib"] < 100
     assert last["reward/min"] <= last["reward/mean"] <= last["reward/max"]
     assert last["throughput/generated_tokens_per_s"] == pytest.approx(

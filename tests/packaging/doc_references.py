@@ -196,6 +196,10 @@ def is_key(dotted: str) -> bool:
 
 def _has_key(model: type[BaseModel] | None, dotted: str) -> bool:
     for part in re.sub(r"\[\d+\]", "", dotted).split("."):
+        named = getattr(model, "named", None) if model is not None else None
+        if model is not None and part not in model.model_fields and named is not None:
+            model = named  # the user's name of a section
+            continue
         if model is None or part not in model.model_fields:
             return False
         annotation = model.model_fields[part].annotation

@@ -69,7 +69,8 @@ def _drop_after(path: Path, step: int, *, unevaluated: bool) -> None:
     """Leaves the lines up to ``step``; a kill or a full disk meanwhile loses none of them."""
 
     def is_kept(metrics: dict[str, float]) -> bool:
-        is_again = unevaluated and metrics["step"] == step and "eval/accuracy" in metrics
+        is_of_evaluation = any(name.startswith("eval/") for name in metrics)
+        is_again = unevaluated and metrics["step"] == step and is_of_evaluation
         return metrics["step"] <= step and not is_again
 
     kept = b"".join(line for line, metrics in _lines(path) if is_kept(metrics))

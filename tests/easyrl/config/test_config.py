@@ -64,6 +64,54 @@ BAD_VALUES = {
         [EVALUATION + ", sampling: {max_token: 3}}"],
         "evaluation.sampling.max_token: unknown key; did you mean 'max_tokens'?",
     ),
+    "an evaluation without prompts": (
+        ["evaluation={every_steps: 3}"],
+        "evaluation.data: is required; name the files of held-out prompts there, or those of",
+    ),
+    "unknown key of an evaluation": (
+        [EVALUATION + ", every_stps: 3}"],
+        "evaluation.every_stps: unknown key; did you mean 'every_steps'? (a set of held-out prom",
+    ),
+    "unknown section of an evaluation": (
+        [EVALUATION + ", samplng: {top_k: 20}}"],
+        "evaluation.samplng: unknown key; did you mean 'sampling'?",
+    ),
+    "unknown key of a named set": (
+        ["evaluation={aime24: {data: {files: [x.jsonl]}, num_sample: 8}}"],
+        "evaluation.aime24.num_sample: unknown key; did you mean 'num_samples'?",
+    ),
+    "unknown key of a named set's data": (
+        ["evaluation={aime24: {data: {filez: [x.jsonl]}}}"],
+        "evaluation.aime24.data.filez: unknown key; did you mean 'files'?",
+    ),
+    "a named set that has a schedule": (
+        ["evaluation={aime24: {data: {files: [x.jsonl]}, every_steps: 5}}"],
+        "evaluation.aime24.every_steps: unknown key; known keys: data, num_samples, pass_at",
+    ),
+    "a named set without prompts": (
+        ["evaluation={aime24: {num_samples: 8}}"],
+        "evaluation.aime24.data: is required",
+    ),
+    "a named set of too few samples": (
+        ["evaluation={num_samples: 2, aime24: {data: {files: [x.jsonl]}, pass_at: [4]}}"],
+        "evaluation.aime24.pass_at: 4 needs num_samples of at least as many",
+    ),
+    "a named set that has data beside it": (
+        [EVALUATION + ", aime24: {data: {files: [y.jsonl]}}}"],
+        "evaluation.data: has no name, which the sets beside it have (aime24); move it below",
+    ),
+    "a set's name that is no part of a metric's": (
+        ["evaluation={'aime 24': {data: {files: [x.jsonl]}}}"],
+        "evaluation: 'aime 24' cannot be the name of a set; use letters, digits, _ and -, a let",
+    ),
+    "a set's name that is a number": (
+        ["evaluation={2024: {data: {files: [x.jsonl]}}}"],
+        "evaluation: 2024 cannot be the name of a set",
+    ),
+    "two sets that trackers take for one": (
+        ["evaluation={aime_24: {data: {files: [x.jsonl]}}, AIME-24: {data: {files: [y.jsonl]}}}"],
+        "evaluation: AIME-24: is the name of another set in other letters (aime_24); rename",
+    ),
     "wrong type": (
         ["trainer.batch_size=many"],
         "trainer.batch_size: Input should be a valid integer (got 'many')",
@@ -430,6 +478,49 @@ def test_overrides(tmp_path):
     assert config.run.name == "it"
 
 
+def test_named_sets_of_an_evaluation_have_what_is_said_beside_them(tmp_path):
+    text = """
+evaluation:
+  num_samples: 8
+  sampling: {temperature: 0.7, top_k: 20, max_tokens: 32768}
+  aime24: {data: {files: [aime24.json]}}
+  math500: {data: {files: [math500.json]}, num_samples: 4, sampling: {max_tokens: 4096}}
+"""
+    sets = load(tmp_path, MINIMAL + text, "evaluation.aime24.pass_at=[1,8]").evaluation.sets
+    assert [(name, each.num_samples, each.pass_at) for name, each in sets.items()] == [
+        ("aime24", 8, [1, 8]),
+        ("math500", 4, [1]),
+    ]
+    samplings = [(s.sampling.temperature, s.sampling.max_tokens) for s in sets.values()]
+    assert samplings == [(0.7, 32768), (0.7, 4096)]
+    assert sets["math500"].sampling.top_k == 20
+
+
+def test_the_one_set_of_an_evaluation_has_no_name(tmp_path):
+    evaluation = load(tmp_path, MINIMAL, EVALUATION + ", num_samples: 3}").evaluation
+    ((name, one),) = evaluation.sets.items()
+    assert (name, one.num_samples, one.data) == ("", 3, evaluation.data)
+
+
+def test_two_sets_of_one_name_are_refused(tmp_path):
+    twice = "  aime24: {data: {files: [x.json]}}\n" * 2
+    with pytest.raises(
+        ConfigError, match=r"config\.yaml:\d+: found duplicate key aime24 .*remove one"
+    ):
+        load(tmp_path, MINIMAL + "evaluation:\n" + twice)
+
+
+def test_the_papers_evaluation_is_as_it_says():
+    """Periodic asynchrony, section 6: AIME24, 8 times, 32k tokens, 0.7, 0.95 and 20."""
+    sets = load_config(FOLDER / "aime24_math500_eval.yaml").evaluation.sets
+    assert list(sets) == ["aime24", "math500"]
+    aime, sampling = sets["aime24"], sets["aime24"].sampling
+    assert (aime.num_samples, sampling.max_tokens) == (8, 32 * 1024)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.95, 20)
+    assert sets["math500"].sampling == sampling
+    assert sets["math500"].data.fields.prompt == "problem"
+
+
 def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     assert load(tmp_path, MINIMAL, "model.path=~/m").model.path == Path("/home/someone/m")
@@ -496,6 +587,10 @@ def test_paths_that_exist_pass_and_nothing_is_made(tmp_path):
         ("data.files=[{}/train.jsonl,no.jsonl]", "data.files[1]: no.jsonl does not exist"),
         ("data.chat_template={}/no.jinja", "data.chat_template: {}/no.jinja does not exist"),
         ("evaluation={{data: {{files: [no.json]}}}}", "evaluation.data.files[0]: no.json does not"),
+        (
+            "evaluation={{math: {{data: {{files: [no.json]}}}}}}",
+            "evaluation.math.data.files[0]: no.json does not exist",
+        ),
         (
             "run.output_dir={}/train.jsonl/a",
             "run.output_dir: {0}/train.jsonl/a cannot be made, {0}/tr",

@@ -78,6 +78,10 @@ REFUSED = {
         "evaluation={data: {files: [h.jsonl]}, num_samples: 2}",
         "evaluation.num_samples: has no effect",
     ),
+    "named sets": (
+        "evaluation={aime24: {data: {files: [h.jsonl]}}}",
+        "evaluation.aime24: unknown key; known keys: at_end, at_start, data",
+    ),
     "mistyped": ("data.max_tokn=9", "data.max_tokn: unknown key; did you mean 'max_tokens'?"),
     "format": ("data.format=chat", "data.format: Input should be 'auto', 'messages'"),
     "a recipe of rollouts": (

@@ -18,7 +18,7 @@ READERS = {
     "easyrl/build/trainer.py",  # the accumulator waits, or does not
     "easyrl/config/trainer.py",  # look_ahead, said in the comment of run.mode
     "easyrl/config/records.py",  # refuses it: there is nothing to wait for
-    # what a run is looked at with: advice replays a synchronous batch as one
+    # what a run is looked at with: advice simulates a synchronous batch as one
     "easyrl/build/timeline.py",
     "easyrl/commands/plan.py",
     "easyrl/commands/trace.py",

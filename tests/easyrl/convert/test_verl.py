@@ -109,6 +109,28 @@ def test_a_script_means_the_same(tmp_path: Path) -> None:
     assert "tensor_model_parallel_size=4: `--tensor-parallel-size`" in told[0]
 
 
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        ("[data/aime24.parquet,data/math-500.parquet]", ["aime24", "math-500"]),
+        ("[gsm8k/test.parquet,math/test.parquet]", ["gsm8k", "math"]),
+        ("[a/data.parquet,b/data.parquet]", ["a", "b"]),
+        ("[1/test.parquet,2/test.parquet]", [""]),
+        ("[data/aime24.parquet]", [""]),
+    ],
+)
+def test_several_held_out_files_are_sets_with_names(tmp_path: Path, files, names) -> None:
+    script = SCRIPT.replace("data.val_files=data/test.parquet", f"data.val_files='{files}'")
+    assert script != SCRIPT
+    config, _, _ = loaded(tmp_path, script)
+    assert config.evaluation is not None
+    sets = config.evaluation.sets
+    assert list(sets) == names
+    given = [str(file) for each in sets.values() for file in each.data.files]
+    assert given == files.strip("[]").split(",")
+    assert {each.sampling.max_tokens for each in sets.values()} == {2048}
+
+
 TREE = """
 actor_rollout_ref:
   actor: {ppo_mini_batch_size: 32, optim: {lr: 1e-6}, loss_agg_mode: token-mean, use_kl_loss: false}

@@ -23,7 +23,7 @@ from easyrl.completion_check import Vocabulary
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.prompts.dataset import load_prompts
 from easyrl.doctor.architecture import architecture_finding, weight_shapes
-from easyrl.doctor.endpoints import reach
+from easyrl.doctor.endpoints import context_needs, reach
 from easyrl.doctor.finding import Finding
 from easyrl.inference_client.client import EndpointClient
 from easyrl.runtime.loop_thread import LoopThread
@@ -125,6 +125,16 @@ def test_a_short_context(model: Path) -> None:
         assert "--max-model-len" in found.remedy
     with serve(model, max_model_len=32) as url:
         assert findings(config(model, url))["context"].verdict == "ok"
+
+
+def test_named_sets_of_an_evaluation_need_their_own_contexts(model: Path) -> None:
+    data = {"files": ["held-out.jsonl"], "max_prompt_tokens": 10}
+    sets = {"aime24": {"data": data}, "short": {"data": data, "sampling": {"max_tokens": 5}}}
+    checked = config(model, evaluation={"sampling": {"max_tokens": 100}, **sets})
+    assert context_needs(checked, rollout=False) == {
+        "evaluation.aime24.data.max_prompt_tokens + evaluation.aime24.sampling.max_tokens": 110,
+        "evaluation.short.data.max_prompt_tokens + evaluation.short.sampling.max_tokens": 15,
+    }
 
 
 def test_other_weights_of_the_same_architecture(model: Path, tmp_path: Path) -> None:

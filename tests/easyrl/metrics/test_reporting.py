@@ -17,12 +17,12 @@ import pytest
 from rich.text import Text
 
 from easyrl.build.trackers import trackers_of
-from easyrl.config import EvaluationConfig
+from easyrl.config import EvaluationConfig, EvaluationSetConfig
 from easyrl.config.metrics import MetricsConfig
 from easyrl.config.samples import SamplesConfig
 from easyrl.inference_client.errors import Outage, is_outage
 from easyrl.metrics.batch_metrics import BatchTotals
-from easyrl.metrics.console import COLUMNS, RECORD_COLUMNS, ConsoleView
+from easyrl.metrics.console import COLUMNS, RECORD_COLUMNS, ConsoleView, with_sets
 from easyrl.metrics.event_log import EventLog, read_events
 from easyrl.metrics.plot import plot_reward_curve
 from easyrl.metrics.reporter import StepReporter
@@ -48,7 +48,8 @@ from easyrl.schema import (
     other_run,
 )
 from easyrl.trainer import evaluation
-from easyrl.trainer.evaluation import Evaluator, ScheduledEvaluation, pass_at_k
+from easyrl.trainer.evaluation import Evaluator, ScheduledEvaluation
+from easyrl.trainer.held_out_set import HeldOutSet, pass_at_k
 from tests.thread_ranks import on_ranks
 
 
@@ -96,17 +97,28 @@ def stop():
     request.close()
 
 
-def make_evaluator(rollouts, collectives, stop, num_prompts=3, **limits):
-    return Evaluator(
-        config=EvaluationConfig(data={"files": ["held-out.jsonl"]}, num_samples=2, pass_at=[1, 2]),
+def held_out(rollouts, num_prompts=3, name="", num_samples=2, pass_at=(1, 2), max_excluded=1.0):
+    return HeldOutSet(
+        name,
+        EvaluationSetConfig(
+            data={"files": ["held-out.jsonl"]}, num_samples=num_samples, pass_at=list(pass_at)
+        ),
         prompts=[Prompt(i, np.zeros(1, dtype=np.int32), "", None) for i in range(num_prompts)],
         rollouts=rollouts,
-        is_interruption=lambda e: is_outage(e) or isinstance(e, StopRequested),
-        collectives=collectives,
-        stop=stop,
         reward_name="exact",
-        **limits,
+        max_excluded=max_excluded,
     )
+
+
+def evaluator_of(sets, collectives, stop):
+    config = EvaluationConfig(data={"files": ["held-out.jsonl"]})  # of it when it is due counts
+    return Evaluator(
+        config, sets, lambda e: is_outage(e) or isinstance(e, StopRequested), collectives, stop
+    )
+
+
+def make_evaluator(rollouts, collectives, stop, num_prompts=3, **limits):
+    return evaluator_of([held_out(rollouts, num_prompts, **limits)], collectives, stop)
 
 
 def test_evaluator_counts_correct_samples(stop):
@@ -154,21 +166,101 @@ def test_what_is_answered_of_an_evaluation(stop):
     scheduled = ScheduledEvaluation(make_evaluator(rollouts, alone, stop), 0)
     assert scheduled.answered is None
     running = scheduled.begin(0, PolicyVersion("r", 0, 0), is_last=True)
-    running._groups.waiting = 2  # of a GroupStream: scored, and nobody has looked
+    (stream,) = (each._groups for each in running._sets)
+    stream.waiting = 2  # of a GroupStream: scored, and nobody has looked
     assert scheduled.answered == (2, 3)
-    running._groups.waiting = 0
+    stream.waiting = 0
     running.finish()
     assert scheduled.answered == (3, 3)
     running.close()
     assert scheduled.answered is None
 
 
+def test_named_sets_have_figures_of_their_own_and_last_as_long_as_the_longest(stop, monkeypatch):
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    sets = [
+        held_out(TimedRollouts(103.0, 109.5, 105.0), name="aime24"),  # 0, 1 and 2 of 2 correct
+        held_out(TimedRollouts(101.0, 102.0), 2, name="math500", pass_at=[1]),
+    ]
+    told = []
+
+    def work(collectives):
+        whole = evaluator_of(sets, collectives, stop)
+        if collectives.ranks.rank == 0:
+            whole = replace(whole, on_group=lambda name, group: told.append((name, group.prompt)))
+        return whole.evaluate("v")
+
+    (one,), two = on_ranks(1, work), on_ranks(2, work)
+    assert (
+        one
+        == two[0]
+        == two[1]
+        == {
+            "eval/aime24/accuracy": 0.5,
+            "eval/aime24/avg@2": 0.5,
+            "eval/aime24/excluded": 0.0,
+            "eval/aime24/pass@1": 0.5,
+            "eval/aime24/pass@2": pytest.approx(2 / 3),
+            "eval/math500/accuracy": 0.25,
+            "eval/math500/avg@2": 0.25,
+            "eval/math500/excluded": 0.0,
+            "eval/math500/pass@1": 0.25,
+            "time/evaluation_s": 9.5,
+        }
+    )
+    assert [(name, prompt.index) for name, prompt in told] == [
+        *(("aime24", 0), ("aime24", 1), ("aime24", 2), ("math500", 0), ("math500", 1)),
+        *(("aime24", 0), ("aime24", 2), ("math500", 0)),  # the first of two ranks
+    ]
+
+
+def test_all_sets_are_asked_for_at_once_and_doubted_and_given_up_together(stop):
+    alone = Collectives(Ranks.data_parallel(0, 1))
+    first, second = TwoEndpoints(), TwoEndpoints()
+    sets = [held_out(first, 4, name="a"), held_out(second, 2, name="b")]
+    running = evaluator_of(sets, alone, stop).prepare("v")
+    assert running.answered is None
+    running.start()
+    assert [each.asked for each in (first, second)] == [[([0, 1, 2, 3], "v")], [([0, 1], "v")]]
+    streams = [each._groups for each in running._sets]
+    streams[0].waiting, streams[1].waiting = 1, 2
+    assert running.answered == (3, 6)
+    # an endpoint is doubted while the second set is waited for: the first has some of it too
+    groups = streams[1].groups
+    streams[1].groups = (running.withdraw("http://1", 3) or group for group in groups[:1])
+    streams[1].groups = itertools.chain(streams[1].groups, groups[1:])
+    running.finish()
+    assert (first.asked[1:], second.asked[1:]) == ([([1, 3], "v")], [([1], "v")])
+    running.close()
+    assert all(each._groups.closed for each in running._sets)
+
+
+def test_too_many_refused_prompts_are_told_of_with_the_name_of_their_set(stop):
+    sets = [
+        held_out(FakeRollouts(), name="aime24"),
+        held_out(RefusedRollouts("refused"), 7, name="math500", max_excluded=0.05),
+    ]
+    alone = Collectives(Ranks.data_parallel(0, 1))
+    with pytest.raises(TooManyExcluded, match=r"evaluation\.math500: (?s:.*)not today"):
+        evaluator_of(sets, alone, stop).evaluate("v")
+
+
+def test_an_outage_in_one_set_gives_up_all(stop):
+    alone = Collectives(Ranks.data_parallel(0, 1))
+    sets = [held_out(OutageRollouts(), name="a"), held_out(FakeRollouts(), name="b")]
+    running = evaluator_of(sets, alone, stop).prepare("v")
+    running.start()
+    with pytest.raises(RuntimeError, match="production failed"):
+        running.finish()
+    assert all(each._groups.closed for each in running._sets) and running.answered is None
+
+
 def test_a_response_without_an_opinion_is_not_correct(stop):
-    evaluator = make_evaluator(FakeRollouts(), Collectives(Ranks.data_parallel(0, 1)), stop)
-    (group, *_) = evaluator.rollouts.produce(evaluator.prompts[2:], "v")
-    assert evaluator.judge(group).num_correct == 2
+    of_one = held_out(FakeRollouts())
+    (group, *_) = of_one.rollouts.produce(of_one.prompts[2:], "v")
+    assert of_one.judge(group).num_correct == 2
     scores = (Score(1.0, {"other": 1.0}), group.scores[1])
-    assert evaluator.judge(replace(group, scores=scores)).num_correct == 1
+    assert of_one.judge(replace(group, scores=scores)).num_correct == 1
 
 
 class TwoEndpoints(FakeRollouts):
@@ -321,6 +413,29 @@ def test_a_stop_wakes_an_evaluation_and_ends_it_on_all_ranks(stop):
     with pytest.raises(StopRequested, match="rank 1: SIGTERM"):
         make_evaluator(FakeRollouts(), TwoRanks([[0, "SIGTERM"]]), other).evaluate("v")
     other.close()
+
+
+@pytest.mark.parametrize("name", ["eval/accuracy", "eval/aime24/avg@8", "eval/loss"])
+def test_jsonl_drops_an_evaluation_that_comes_again(tmp_path, name):
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlTracker(path, 0)
+    first.log(2, {"loss": 1.0})
+    first.log(2, {name: 0.5})
+    first.close()
+    JsonlTracker(path, 2).close()
+    assert read_metrics(path) == [{"step": 2, "loss": 1.0, name: 0.5}]
+    JsonlTracker(path, 2, unevaluated=True).close()
+    assert read_metrics(path) == [{"step": 2, "loss": 1.0}]
+
+
+def test_the_console_has_a_column_for_each_of_the_first_sets():
+    names = ["aime24", "math500", "gsm8k"]
+    headings = [heading for heading, _, _ in with_sets(COLUMNS, names)]
+    assert headings[:5] == ["reward", "failed", "aime24", "math500", "tok/s/dev"]
+    assert with_sets(COLUMNS, []) == COLUMNS
+    view = ConsoleView(None, stream := io.StringIO(), with_sets(COLUMNS, names))
+    view.log(3, {"eval/aime24/accuracy": 0.25, "eval/math500/accuracy": 0.5})
+    assert "aime24 0.250  math500 0.500" in stream.getvalue()
 
 
 def test_jsonl_drops_the_steps_that_a_resumed_run_takes_again(tmp_path):
@@ -477,6 +592,7 @@ def test_only_the_file_of_metrics_can_end_a_run(can_open, tmp_path):
         source="rollouts",
         samples=SamplesConfig(),
         metrics=MetricsConfig(),
+        evaluation=None,
     )
     trackers = trackers_of(config, tmp_path, Progress(), 3, look=None)
     kinds = [type(tracker) for tracker in trackers]

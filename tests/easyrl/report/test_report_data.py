@@ -13,8 +13,8 @@ import pytest
 from benchmarks.parts.long_run import write_long_run
 from easyrl.config import ConfigError
 from easyrl.report.batches import packed_batch
-from easyrl.report.collect import Collected, Verdict, collect
-from easyrl.report.curves import charts_of, curve_of, downsampled
+from easyrl.report.collect import Collected, Verdict, _facts, collect
+from easyrl.report.curves import MOST_CURVES, charts_of, curve_of, downsampled
 from easyrl.report.packing import unpacked
 from easyrl.report.page import render
 from easyrl.samples.folder import SampleFolder
@@ -61,7 +61,13 @@ def test_all_that_a_run_has_is_there(run_dir: Path) -> None:
     assert report.notices == [] and report.verdict.state == "sound"
     assert ("steps", "30") in report.facts
     titles = [chart["title"] for chart in report.charts]
-    assert {"Reward", "Entropy", "Gradient norm", "Memory", "Seconds per step"} <= set(titles)
+    assert {
+        "Reward",
+        "Entropy",
+        "Gradient norm",
+        "Memory, peak since the start",
+        "Seconds per step",
+    } <= set(titles)
     assert list(report.batches) == ["27", "28", "29"]
     assert report.shares["ranks"]["train"] > 0 and report.shares["endpoints"]["tail"] > 0
     (step,) = report.samples
@@ -105,14 +111,15 @@ def test_what_a_model_writes_is_text(run_dir: Path) -> None:
     with (run_dir / "config.yaml").open("a") as file:
         file.write(f"# {EVIL}\n")
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 31, f"memory/{EVIL}": 1.0}) + "\n")
+        file.write(json.dumps({"step": 31, f"memory/{EVIL}/host_peak_gib": 1.0}) + "\n")
     page = render(found(run_dir))
     assert "<script>alert(1)" not in page and "<img src=x" not in page
     start = page.index('id="data">') + len('id="data">')
     data = json.loads(page[start : page.index("</script>", start)])
     assert unpacked(data["samples"][0]["groups"])[0]["responses"][0]["tokens"][1] == EVIL
     assert EVIL in data["config"] and "&lt;/script&gt;" in page[:start]
-    assert f"memory/{EVIL}" in [c["name"] for chart in data["charts"] for c in chart["curves"]]
+    names = [c["name"] for chart in data["charts"] for c in chart["curves"]]
+    assert f"memory/{EVIL}/host_peak_gib" in names
 
 
 def test_a_page_loads_nothing(run_dir: Path) -> None:
@@ -215,6 +222,34 @@ def test_metrics_of_a_family_are_drawn_together() -> None:
         "Held-out accuracy": ["eval/avg@8", "eval/pass@8"],
         "Rewards by name": ["reward/exact/mean"],
     }
+
+
+def test_memory_is_drawn_by_kind_and_the_phases_that_take_most() -> None:
+    phases = [f"phase{n}" for n in range(10)]
+    rows = [
+        {"step": step, "memory/host_peak_gib": 9.0, "memory/device_peak_gib": 5.0}
+        | {f"memory/{phase}/device_peak_gib": float(n) for n, phase in enumerate(phases)}
+        | {"memory/sync/shm_peak_gib": 0.5}
+        for step in (1, 2)
+    ]
+    charts = {chart.title: [c.name for c in curves] for chart, _, curves in charts_of(rows)}
+    assert charts == {
+        "Memory, peak since the start": ["memory/device_peak_gib", "memory/host_peak_gib"],
+        "Device memory by phase, peaks": [
+            f"memory/{phase}/device_peak_gib" for phase in phases[-MOST_CURVES:]
+        ],
+        "/dev/shm by phase, peaks": ["memory/sync/shm_peak_gib"],
+    }
+
+
+def test_named_sets_are_seen_first_and_drawn_together() -> None:
+    rows = [
+        {"step": n, "eval/aime24/accuracy": 0.25 * n, "eval/math500/avg@4": 0.5} for n in (0, 1)
+    ]
+    (chart,) = charts_of(rows)
+    names = [curve.name for curve in chart[2]]
+    assert names == ["eval/aime24/accuracy", "eval/math500/avg@4"]
+    assert ("aime24 held-out accuracy", "0.000 → 0.250") in _facts(rows)
 
 
 def test_scripts_carry_a_number_of_their_own(run_dir: Path) -> None:

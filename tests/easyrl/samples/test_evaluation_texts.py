@@ -23,8 +23,8 @@ def test_a_line_has_what_was_asked_answered_and_scored(tmp_path, name):
     group = trained(3, [0.0, 1.0], cut_off=[1], answer="42", location="a:7").group
     nobody = replace(trained(4, []).group, excluded=Exclusion("refused", "400: no"), position=1)
     with closing(TextFile(file, decode)) as texts:
-        texts.add(group)
-        texts.add(nobody)
+        texts.add("", group)
+        texts.add("aime24", nobody)
         assert not file.exists()
         texts.finish()
     content = file.read_bytes()
@@ -43,6 +43,7 @@ def test_a_line_has_what_was_asked_answered_and_scored(tmp_path, name):
     )
     assert other["truncated"] and other["components"] == {"exact": 1.0, "format": 1.0}
     assert (second["excluded"], second["responses"]) == ("400: no", [])
+    assert second["set"] == "aime24"
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
@@ -50,7 +51,7 @@ def test_what_fails_leaves_the_file_that_was_there(tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text("before")
     with closing(TextFile(file, decode)) as texts:
-        texts.add(trained(3, [0.0]).group)
+        texts.add("", trained(3, [0.0]).group)
     assert file.read_text() == "before" and len(list(tmp_path.iterdir())) == 1
 
 
@@ -64,7 +65,7 @@ def test_a_full_disk_is_told_of(tmp_path, name):
     file = tmp_path / name
     (tmp_path / f"{name}.part").symlink_to("/dev/full")
     with closing(TextFile(file, decode)) as texts:
-        texts.add(trained(3, [0.0]).group)
+        texts.add("", trained(3, [0.0]).group)
         with pytest.raises(TextsNotWritten, match="No space left on device.*make room"):
             texts.finish()
     assert list(tmp_path.iterdir()) == []

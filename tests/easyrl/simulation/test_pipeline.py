@@ -40,7 +40,7 @@ def test_one_group_takes_its_longest_response_then_its_training() -> None:
     assert outcome.first_group_s == pytest.approx(1.0)
     assert outcome.step_s == pytest.approx(1.0 + (50 + 140) * 0.001 + 0.5)
     assert outcome.tokens == 140 + 2 * 50  # the prompt with each response
-    assert outcome.tokens_per_s_per_device(SETTING) == pytest.approx(240 / outcome.step_s / 2)
+    assert outcome.tpspd(SETTING) == pytest.approx(240 / outcome.step_s / 2)
     assert outcome.training_idle == pytest.approx(1 - 0.19 / outcome.step_s)
     assert outcome.inference_idle == pytest.approx(1 - 1.4 / (8 * outcome.step_s))
 

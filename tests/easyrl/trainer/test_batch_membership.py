@@ -326,6 +326,31 @@ def two_ranks(prepare=lambda rank, trainer: None, **options):
     return [(*result, error) for result, error in zip(results, errors, strict=True)]
 
 
+def test_peaks_of_memory_are_those_of_the_rank_with_most_in_each_phase():
+    """A rank may have no phase that another has."""
+
+    class Peaks:
+        def __init__(self, **peaks):
+            self.peaks = peaks
+
+        def take(self):
+            return self.peaks
+
+    trainers = {}
+
+    def prepare(rank, trainer):
+        trainers[rank] = trainer
+        trainer.memory = Peaks(train=1.0 + rank, look_ahead=3.0) if rank else Peaks(train=5.0)
+        trainer.max_steps = 1
+        trainer._report = lambda published, figures=None: None  # what it would tell stays
+
+    for _, _, error in two_ranks(prepare, num_batches=1):
+        assert error is None
+    for trainer in trainers.values():
+        told = trainer.progress.unreported
+        assert (told["train"], told["look_ahead"]) == (5.0, 3.0)
+
+
 def test_the_account_is_of_all_ranks():
     make = refusing(rejected={0: "flat", 1: "flat"})
     ranks = two_ranks(num_batches=2, make=make)

@@ -242,7 +242,9 @@ def test_values_of_another_response_of_that_name_are_refused() -> None:
     other = replace(g.completions[0], token_ids=g.completions[0].token_ids[::-1].copy())
     assert (other.token_ids != g.completions[0].token_ids).any()
     [row] = pack([replace(g, completions=(other, g.completions[1]))])
-    with pytest.raises(RuntimeError, match=r"SampleKey\(epoch=0, prompt=0, sample=0, part=0\).*another"):
+    with pytest.raises(
+        RuntimeError, match=r"SampleKey\(epoch=0, prompt=0, sample=0, part=0\).*another"
+    ):
         ahead.outputs.complete(row)
 
 
