@@ -151,8 +151,8 @@ MAY_IMPORT = {
     " metrics.logprob_agreement models.loading models.policy_model models.supported"
     " models.weight_files rewards.scorer runtime.user_code"
     " weight_sync.challenge weight_sync.store",
-    "build": "schema config completion_check dataloaders doctor engines"
-    " inference_client kernels.attention lab ledger memory_plan.remedies metrics"
+    "build": "schema config completion_check dataloaders doctor engines environments episodes"
+    " gateway.messages inference_client kernels.attention lab ledger memory_plan.remedies metrics"
     " models recipes rewards runtime samples simulation.advice timeline trainer weight_sync",
     "arguments": "",
     "arguments.reference": "__main__ arguments commands.replay"
