@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -72,7 +73,7 @@ def open_episodes(
     hosts = []
     for number, environment in enumerate(config.environments):
         of = EnvironmentHosts(environment)
-        opened.callback(lambda of=of: thread.run(of.close()))
+        opened.callback(partial(_close, thread, of))
         try:
             thread.run(of.start())
         except EnvironmentFailed as error:
@@ -92,6 +93,10 @@ def open_episodes(
         ),
         record=record,
     )
+
+
+def _close(thread: LoopThread, hosts: EnvironmentHosts) -> None:
+    thread.run(hosts.close())
 
 
 def session_of(pool: EndpointPool, group: GroupAssignment) -> Generate:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from easyrl.config import SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed, HostDied
@@ -118,10 +118,9 @@ class EpisodePlayer:
                         f"{url}/v1", session.key, prompt, session.seed, lambda: session.idle_s
                     )
                 )
+                ends: list[asyncio.Future[Any]] = [rollout, session.failed]
                 try:
-                    await asyncio.wait(
-                        [rollout, session.failed], return_when=asyncio.FIRST_COMPLETED
-                    )
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                     if session.failed.done():
                         session.failed.result()  # raises what the run ends with
                 finally:
