@@ -73,7 +73,7 @@ MAY_IMPORT = {
     " runtime.machine runtime.numerics runtime.shared_cores"
     " inference_client.sample_stream inference_client.transfer inference_client.vllm_plugin",
     # a process of its own between environments and the trainer's
-    "gateway": "schema config runtime.frames runtime.machine",
+    "gateway": "schema config runtime.frames runtime.machine runtime.workers.child_process",
     "episodes": "schema config metrics.event_log runtime.workers timeline.spans"
     " environments.failures gateway.messages gateway.process inference_client.errors",
     # the model that is trained

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from easyrl.config import Config, ConfigError, EnvironmentConfig, SamplingConfig
+from easyrl.config import Config, ConfigError, SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed
-from easyrl.environments.host_process import Outcome
 from easyrl.environments.hosts import EnvironmentHosts
 from easyrl.environments.mixing import environment_of
 from easyrl.episodes.gateway_child import GatewayChild
@@ -26,27 +23,6 @@ from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import Completion, Prompt
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class HostedEnvironment:
-    """An ``Environment`` in host processes."""
-
-    hosts: EnvironmentHosts
-    config: EnvironmentConfig
-
-    @property
-    def name(self) -> str:
-        return self.config.name
-
-    @property
-    def max_turns(self) -> int:
-        return self.config.max_turns
-
-    async def run(
-        self, url: str, key: str, prompt: Prompt, seed: int, idle_s: Callable[[], float]
-    ) -> Outcome:
-        return await self.hosts.run(url, key, prompt, seed, idle_s)
 
 
 def open_episodes(
@@ -78,7 +54,7 @@ def open_episodes(
             thread.run(of.start())
         except EnvironmentFailed as error:
             raise ConfigError(f"environments[{number}]: {error}") from error
-        hosts.append(HostedEnvironment(of, environment))
+        hosts.append(of)
 
     def choose(prompt: Prompt) -> int:
         chosen = environment_of(prompt, config.environments, config.run.seed)

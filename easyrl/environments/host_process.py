@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +16,7 @@ import orjson
 
 from easyrl.config import EnvironmentConfig
 from easyrl.environments.failures import EnvironmentFailed, HostDied
-from easyrl.runtime.workers.child_process import ENVIRONMENT, Child, new_mark
+from easyrl.runtime.workers.child_process import Child, start_command
 from easyrl.runtime.workers.supervised_child import SupervisedChild
 
 logger = logging.getLogger(__name__)
@@ -96,19 +94,12 @@ class HostProcess(SupervisedChild):
     # -- the process
 
     def start_process(self) -> Child:
-        ours, theirs = socket.socketpair()
         self.asked_s = time.monotonic()
-        with theirs:
-            mark = new_mark()
-            python = self.settings.python or sys.executable
-            process = subprocess.Popen(
-                [str(python), str(HOST_FILE), str(theirs.fileno()), str(os.getpid())],
-                env={**os.environ, **ENVIRONMENT, **(self._environment or {}), mark: ""},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        return Child(process, ours, mark)
+        python = str(self.settings.python or sys.executable)
+        return start_command(
+            lambda descriptor: [python, str(HOST_FILE), str(descriptor), str(os.getpid())],
+            self._environment,
+        )
 
     def new_splitter(self) -> LineSplitter:
         return LineSplitter()

@@ -49,6 +49,14 @@ class EnvironmentHosts:
         self._numbers = itertools.count()
         self._guard: ProcessGuard | None = None  # while it runs
 
+    @property
+    def name(self) -> str:
+        return self.environment.name
+
+    @property
+    def max_turns(self) -> int:
+        return self.environment.max_turns
+
     async def start(self) -> None:
         """Starts the hosts and returns when the environment is loaded in each.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from easyrl.config import SamplingConfig
 from easyrl.episodes.session import Session, SessionLost, TurnRefused
 from easyrl.gateway.messages import (
-    HEARTBEAT_S,
     Answer,
     Ask,
     Close,
@@ -25,17 +24,14 @@ from easyrl.gateway.messages import (
     encode,
 )
 from easyrl.gateway.process import ENTRY
-from easyrl.runtime.workers.child_process import Child
-from easyrl.runtime.workers.supervised_child import SupervisedChild
+from easyrl.runtime.workers.reporting_child import ReportingChild
 
 log = logging.getLogger(__name__)
 
 SAMPLING_FIELDS = set(SamplingConfig.model_fields)
-MAX_SILENT_BEATS = 10
-MAX_SILENT_BEATS_AT_START = 120  # it has a tokenizer to load
 
 
-class GatewayChild(SupervisedChild):
+class GatewayChild(ReportingChild):
     """One gateway process at a time. Every method belongs to the producer's loop.
 
     What it asks for is sampled and recorded by the session here; only then is it answered. If the
@@ -47,7 +43,6 @@ class GatewayChild(SupervisedChild):
         self._sessions: dict[str, Session] = {}
         self._ready: asyncio.Future[tuple[int, str | None]] | None = None  # of the process
         self._turns: set[asyncio.Task[None]] = set()
-        self._outbox: list[Order] = []
 
     @asynccontextmanager
     async def serves(self, session: Session) -> AsyncIterator[str]:
@@ -58,12 +53,12 @@ class GatewayChild(SupervisedChild):
         port, _ = await self._started()
         self._sessions[session.id] = session
         sampling = session.sampling.model_dump_json(include=SAMPLING_FIELDS)
-        self._post(Open(session.id, session.key, sampling.encode()))
+        self.post(Open(session.id, session.key, sampling.encode()))
         try:
             yield f"http://127.0.0.1:{port}/sessions/{session.id}"
         finally:
             if self._sessions.pop(session.id, None) is not None:  # else the process has ended
-                self._post(Close(session.id))
+                self.post(Close(session.id))
 
     async def start(self) -> str | None:
         """Returns when it serves: why its chat template cannot continue sampled tokens exactly.
@@ -79,20 +74,18 @@ class GatewayChild(SupervisedChild):
         self.ensure_started()
         return await asyncio.shield(self._ready)
 
+    def batch(self, messages: Sequence[Order]) -> bytes:
+        return encode(messages)
+
     async def close(self) -> None:
         for turn in list(self._turns):
             turn.cancel()
         await super().close()
 
-    def on_start(self) -> None:
-        self._num_silent_beats, self._max_silent_beats = 0, MAX_SILENT_BEATS_AT_START
-        asyncio.get_running_loop().call_later(HEARTBEAT_S, self._check_silence, self.child)
-
     def on_message(self, payload: bytes) -> None:
-        self._num_silent_beats = 0
+        super().on_message(payload)
         for request in decode_requests(payload):
             if isinstance(request, Ready):
-                self._max_silent_beats = MAX_SILENT_BEATS
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result((request.port, request.template_problem))
                 continue
@@ -125,25 +118,4 @@ class GatewayChild(SupervisedChild):
         else:
             answer = Answer.of(asked.number, made)
         if child is self.child:  # else it is a number of another process's
-            self._post(answer)
-
-    def _post(self, order: Order) -> None:
-        """Sends it with the others of this turn of the loop."""
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(order)
-
-    def _flush(self) -> None:
-        outbox, self._outbox = self._outbox, []
-        if outbox:
-            self.send(encode(outbox))
-
-    def _check_silence(self, child: Child | None) -> None:
-        """Kills a process that is silent for too long; checks are counted, not seconds."""
-        if child is not self.child or child is None:
-            return
-        self._num_silent_beats += 1
-        if self._num_silent_beats > self._max_silent_beats:
-            self.kill(f"silent for {self._max_silent_beats * HEARTBEAT_S:.0f} s, and killed")
-        else:
-            asyncio.get_running_loop().call_later(HEARTBEAT_S, self._check_silence, child)
+            self.post(answer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -16,7 +15,6 @@ from easyrl.episodes.session import Generate, Session, SessionLost
 from easyrl.episodes.turns import TurnRecord, episode_completion
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.schema import Completion, Prompt
-from easyrl.timeline.spans import AddSpan, ignore_span
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +45,16 @@ class Environment(Protocol):
     def max_turns(self) -> int: ...
 
     async def run(
-        self, url: str, key: str, prompt: Prompt, seed: int, idle_s: Callable[[], float]
+        self,
+        session_url: str,
+        key: str,
+        prompt: Prompt,
+        seed: int,
+        seconds_since_request: Callable[[], float],
     ) -> Outcome:
-        """One rollout to its end, with the model at ``url``, which ends in /v1.
+        """One rollout to its end, with the model at ``session_url``, which ends in /v1.
 
-        ``idle_s``: seconds since it asked for something. Raises ``EnvironmentFailed``.
+        Raises ``EnvironmentFailed``.
         """
 
 
@@ -72,7 +75,6 @@ class EpisodePlayer:
     _: KW_ONLY
     applies_stop_strings: Callable[[], bool] = lambda: True  # all endpoints, now
     record: Record = ignore
-    span: AddSpan = ignore_span
     num_restarts: int = field(default=0, init=False)
 
     async def play(
@@ -94,7 +96,7 @@ class EpisodePlayer:
                 max_turns=environment.max_turns,
             )
             try:
-                return await self._episode(environment, session, number)
+                return await self._episode(environment, session)
             except (SessionLost, HostDied) as error:
                 why = str(error)
                 self.num_restarts += 1
@@ -108,14 +110,16 @@ class EpisodePlayer:
                 log.warning("%s; an episode of %s starts again", why, environment.name)
         raise EpisodeFailed(f"environment {environment.name}: {MAX_STARTS} times: {why}")
 
-    async def _episode(self, environment: Environment, session: Session, number: int) -> Completion:
-        prompt = session.prompt
-        start_s = time.monotonic()
+    async def _episode(self, environment: Environment, session: Session) -> Completion:
         try:
             async with self.gateway.serves(session) as url:
                 rollout = asyncio.ensure_future(
                     environment.run(
-                        f"{url}/v1", session.key, prompt, session.seed, lambda: session.idle_s
+                        f"{url}/v1",
+                        session.key,
+                        session.prompt,
+                        session.seed,
+                        lambda: session.idle_s,
                     )
                 )
                 ends: list[asyncio.Future[Any]] = [rollout, session.failed]
@@ -132,7 +136,6 @@ class EpisodePlayer:
             await session.close()
         if session.failed.done():  # while the last turns were sampled
             session.failed.result()
-        self.span("episode", start_s, time.monotonic(), index=prompt.index, sample=number)
         return self._completion(environment, session.records, rollout)
 
     def _completion(

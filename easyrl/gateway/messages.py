@@ -9,8 +9,6 @@ import numpy as np
 
 from easyrl.schema import Completion, VersionSpan
 
-HEARTBEAT_S = 1.0  # the gateway sends a list of requests, maybe an empty one, at least so often
-
 # Of a template that renders earlier turns otherwise than they were sampled (such as one that strips
 # their reasoning): "keep" continues the sampled ids, "as_template" renders the whole afresh.
 History: TypeAlias = Literal["keep", "as_template"]

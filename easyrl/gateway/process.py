@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from easyrl.gateway.messages import (
-    HEARTBEAT_S,
     Ready,
     Request,
     Settings,
@@ -25,6 +24,7 @@ from easyrl.gateway.rendering import Renderer
 from easyrl.gateway.server import Gateway
 from easyrl.runtime.frames import FrameSplitter, frame
 from easyrl.runtime.machine import allow_open_files, limit_memory
+from easyrl.runtime.workers.child_process import HEARTBEAT_S
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

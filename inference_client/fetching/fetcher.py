@@ -12,7 +12,6 @@ import msgspec
 
 from easyrl.inference_client.fetching.fetcher_process import ENTRY
 from easyrl.inference_client.fetching.messages import (
-    HEARTBEAT_S,
     Cancel,
     Fetched,
     Order,
@@ -21,17 +20,12 @@ from easyrl.inference_client.fetching.messages import (
     decode_replies,
     encode,
 )
-from easyrl.runtime.workers.child_process import Child
-from easyrl.runtime.workers.supervised_child import SupervisedChild
+from easyrl.runtime.workers.reporting_child import ReportingChild
 from easyrl.schema import Completion
 
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3  # in a row
-# A fetcher that says nothing for so many heartbeats hangs, or is stopped: it is killed. Before its
-# first one it has to import what it needs, maybe on a busy machine.
-MAX_SILENT_BEATS = 10
-MAX_SILENT_BEATS_AT_START = 120
 # A megabyte that is freed stays at hand (glibc): mapping a response's buffers anew, page by page,
 # would be a tenth of a fetcher's work.
 ENVIRONMENT = {
@@ -53,7 +47,7 @@ class Request:
     fetcher: Fetcher | None = None  # that has it
 
 
-class Fetcher(SupervisedChild):
+class Fetcher(ReportingChild):
     """One process at a time, and the requests that it has.
 
     ``on_death`` is given the requests that were in flight when a process ended, and how it did.
@@ -66,7 +60,6 @@ class Fetcher(SupervisedChild):
         super().__init__(ENTRY, msgspec.msgpack.encode(settings), ENVIRONMENT)
         self.requests: dict[int, Request] = {}  # by number
         self._on_death = on_death
-        self._outbox: list[Order] = []
         self._serves = False  # the present process has said something
         self._num_failed_starts = 0
 
@@ -75,12 +68,12 @@ class Fetcher(SupervisedChild):
         request.fetcher = self
         self.requests[request.message.number] = request
         self.ensure_started()
-        self._post(request.message)
+        self.post(request.message)
 
     def drop(self, request: Request) -> None:
         """Nobody waits for it any more."""
         if self._release(request.message.number) is not None:
-            self._post(Cancel(request.message.number))
+            self.post(Cancel(request.message.number))
 
     def _release(self, number: int) -> Request | None:
         request = self.requests.pop(number, None)
@@ -88,26 +81,17 @@ class Fetcher(SupervisedChild):
             request.fetcher = None
         return request
 
-    def _post(self, order: Order) -> None:
-        """Sends it with the others of this turn of the loop."""
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(order)
-
-    def _flush(self) -> None:
-        outbox, self._outbox = self._outbox, []
-        if outbox:
-            self.send(encode(outbox))
+    def batch(self, messages: Sequence[Order]) -> bytes:
+        return encode(messages)
 
     def on_start(self) -> None:
         self._outbox = [request.message for request in self.requests.values()]
         self._flush()
-        self._num_silent_beats, self._max_silent_beats = 0, MAX_SILENT_BEATS_AT_START
-        asyncio.get_running_loop().call_later(HEARTBEAT_S, self._check_silence, self.child)
+        super().on_start()
 
     def on_message(self, payload: bytes) -> None:
         self._serves, self._num_failed_starts = True, 0
-        self._num_silent_beats, self._max_silent_beats = 0, MAX_SILENT_BEATS
+        super().on_message(payload)
         for reply in decode_replies(payload):
             request = self._release(reply.number)
             if request is None or request.future.done():  # cancelled
@@ -116,20 +100,6 @@ class Fetcher(SupervisedChild):
                 request.future.set_result(reply.completion(request.message.url))
             else:
                 request.future.set_exception(pickle.loads(reply.failure).exception())
-
-    def _check_silence(self, child: Child | None) -> None:
-        """Kills a fetcher that is silent for too long.
-
-        Checks are counted, not seconds: time in which this process was stopped or busy itself is
-        one check, and what has arrived meanwhile is read before it.
-        """
-        if child is not self.child:  # it has ended
-            return
-        self._num_silent_beats += 1
-        if self._num_silent_beats > self._max_silent_beats:
-            self.kill(f"silent for {self._max_silent_beats * HEARTBEAT_S:.0f} s, and killed")
-        else:
-            asyncio.get_running_loop().call_later(HEARTBEAT_S, self._check_silence, child)
 
     def on_end(self, how: str) -> None:
         log.warning("a fetcher process ended: %s; %d requests wait", how, len(self.requests))

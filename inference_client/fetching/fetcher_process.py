@@ -20,7 +20,6 @@ from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
 from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.inference_client.fetching.messages import (
-    HEARTBEAT_S,
     Cancel,
     Failed,
     Fetched,
@@ -36,7 +35,7 @@ from easyrl.inference_client.fetching.streamed_requests import StreamedRequests
 from easyrl.inference_client.responses import parse_generate_response
 from easyrl.runtime.frames import FrameSplitter, frame
 from easyrl.runtime.machine import allow_open_files, limit_memory
-from easyrl.runtime.workers.child_process import Failure
+from easyrl.runtime.workers.child_process import HEARTBEAT_S, Failure
 from easyrl.schema import Completion
 
 ClientOf: TypeAlias = Callable[[str, str | None], EndpointClient]  # url, API key

@@ -10,8 +10,6 @@ import numpy as np
 from easyrl.completion_check import Vocabulary
 from easyrl.schema import Completion, VersionSpan
 
-HEARTBEAT_S = 1.0  # a fetcher sends a list of replies, maybe an empty one, at least so often
-
 
 class Settings(msgspec.Struct, array_like=True):
     """The first message to a fetcher."""

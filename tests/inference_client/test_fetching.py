@@ -35,7 +35,7 @@ from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
 from easyrl.inference_client.fetching.fetcher_process import local_fetch
 from easyrl.inference_client.fetching.messages import Send, decode_replies
 from easyrl.runtime.frames import FrameSplitter
-from easyrl.runtime.workers import supervised_child
+from easyrl.runtime.workers import reporting_child, supervised_child
 from easyrl.schema import Completion, VersionSpan
 from tests.inference_client.fake_endpoint import (
     FakeEndpoint,
@@ -341,7 +341,7 @@ def test_memory_beyond_the_share_is_refused():
 
 
 async def test_a_fetcher_that_is_stopped_is_replaced(endpoint, fetch, monkeypatch, caplog):
-    monkeypatch.setattr(fetcher_module, "MAX_SILENT_BEATS", 2)
+    monkeypatch.setattr(reporting_child, "MAX_SILENT_BEATS", 2)
     await fetch(endpoint.url, PROMPT, SAMPLING, 0)
     stopped = fetcher()
     stopped.suspend()
@@ -354,7 +354,7 @@ async def test_a_fetcher_that_is_stopped_is_replaced(endpoint, fetch, monkeypatc
 async def test_time_in_which_this_process_stands_still_is_not_the_fetchers_silence(
     endpoint, fetch, monkeypatch
 ):
-    monkeypatch.setattr(fetcher_module, "MAX_SILENT_BEATS", 2)
+    monkeypatch.setattr(reporting_child, "MAX_SILENT_BEATS", 2)
     await fetch(endpoint.url, PROMPT, SAMPLING, 0)
     first = fetcher()
     first.suspend()  # as a job that is stopped as a whole

@@ -19,7 +19,6 @@ from easyrl.schema import (
     Prompt,
     RolloutGroup,
     Score,
-    Turn,
     VersionSpan,
 )
 
@@ -45,15 +44,6 @@ class Header(_Struct):
     version: str  # run:attempt:v
 
 
-class _Episode(_Struct):
-    turns: list[Turn]
-    environment: str
-    reward: float
-    components: dict[str, float]
-    turn_rewards: tuple[float, ...]
-    failure: str | None
-
-
 class _Completion(_Struct):
     token_ids: bytes  # int32 [R]
     logprobs: bytes  # float32 [R]
@@ -62,7 +52,7 @@ class _Completion(_Struct):
     version_spans: list[tuple[str, int, int]]
     endpoint: str
     proof: int
-    episode: _Episode | None = None
+    episode: Episode | None = None
 
 
 class _Score(_Struct):
@@ -174,7 +164,7 @@ def to_record(group: RolloutGroup, weights: str) -> GroupRecord:
                 [(span.version, span.start, span.end) for span in completion.version_spans],
                 completion.endpoint,
                 completion.proof,
-                _stored_episode(completion.episode),
+                completion.episode,
             )
             for completion in group.completions
         ],
@@ -284,33 +274,7 @@ def _completion(stored: _Completion) -> Completion:
         endpoint=stored.endpoint,
         loss_mask=np.frombuffer(stored.loss_mask, np.uint8) != 0,
         proof=stored.proof,
-        episode=_episode(stored.episode),
-    )
-
-
-def _stored_episode(episode: Episode | None) -> _Episode | None:
-    if episode is None:
-        return None
-    return _Episode(
-        list(episode.turns),
-        episode.environment,
-        episode.reward,
-        dict(episode.components),
-        episode.turn_rewards,
-        episode.failure,
-    )
-
-
-def _episode(stored: _Episode | None) -> Episode | None:
-    if stored is None:
-        return None
-    return Episode(
-        tuple(stored.turns),
-        stored.environment,
-        stored.reward,
-        stored.components,
-        stored.turn_rewards,
-        stored.failure,
+        episode=stored.episode,
     )
 
 

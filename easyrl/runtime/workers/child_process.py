@@ -20,10 +20,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+HEARTBEAT_S = 1.0  # of a ``ReportingChild``: a message, maybe of nothing, at least so often
 END_LIMIT_S = 5.0  # for killed processes to be gone
 END_POLL_S = 0.02
 # Set before the child's first import: several processes are the parallelism.
@@ -84,20 +85,31 @@ class Child:
 def start_child(entry: str, environment: Mapping[str, str] | None = None) -> Child:
     """Starts an interpreter that runs ``entry`` (``module:function``) with its socket as argument.
 
-    ``environment`` is added to this process's own. On Linux the kernel kills the child when the
-    *thread* that called this ends: call it from one that lives as long as the child is needed.
+    On Linux the kernel kills the child when the *thread* that called this ends: call it from one
+    that lives as long as the child is needed.
+    """
+
+    def command(descriptor: int) -> list[str]:
+        path = [str(folder) for folder in sys.path]
+        parent = os.getpid()
+        code = CODE.format(path=path, entry=entry, descriptor=descriptor, parent=parent)
+        return [sys.executable, "-c", code]
+
+    return start_command(command, environment)
+
+
+def start_command(
+    command: Callable[[int], Sequence[str]], environment: Mapping[str, str] | None = None
+) -> Child:
+    """Starts what ``command`` says of the file descriptor of the child's socket.
+
+    ``environment`` is added to this process's own.
     """
     ours, theirs = socket.socketpair()
     with theirs:  # the child's is the only one afterwards, so that its death reads as end of file
-        code = CODE.format(
-            path=[str(folder) for folder in sys.path],
-            entry=entry,
-            descriptor=theirs.fileno(),
-            parent=os.getpid(),
-        )
         mark = new_mark()
         process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            command(theirs.fileno()),
             env={**os.environ, **ENVIRONMENT, **(environment or {}), mark: ""},
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
