@@ -93,7 +93,7 @@ class Config(Section):
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) != len(labels):
             problems.append(f"rewards: two are called the same ({labels}); set log_as of one")
-        problems += environment_contradictions(self.environments)
+        problems += environment_contradictions(self.environments, self.rewards)
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -102,9 +102,17 @@ class EnvironmentConfig(Section):
         return "openenv" if self.openenv is not None else "tools"
 
 
-def environment_contradictions(environments: list[EnvironmentConfig]) -> list[str]:
-    """What is wrong between them."""
+def environment_contradictions(
+    environments: list[EnvironmentConfig], rewards: list[RewardConfig]
+) -> list[str]:
+    """What is wrong between them, and with the run's own ``rewards``."""
+    problems = []
     names = [environment.name for environment in environments]
     if len(set(names)) != len(names):
-        return [f"environments: two are called the same ({names}); change the name of one"]
-    return []
+        problems.append(f"environments: two are called the same ({names}); change the name of one")
+    if environments and rewards:
+        problems.append(
+            "rewards: would not be asked, as an episode's reward is its environment's; remove "
+            "them, or environments (tools have rewards of their own: environments[0].rewards)"
+        )
+    return problems

@@ -38,3 +38,11 @@ def test_the_environment_rewards_and_is_one_reward(tmp_path: Path) -> None:
     for settings in ("recipe.name=gdpo", "recipe.advantage=each_reward_std"):
         with pytest.raises(ConfigError, match="an episode has one, its environment's"):
             load_recipe(load(tmp_path, settings))
+
+
+def test_rewards_that_nobody_would_ask_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rewards: would not be asked"):
+        load(tmp_path, "rewards=[{name: exact}]")
+    held_out = "evaluation={data: {files: [test.jsonl]}, every_steps: 1}"
+    with pytest.raises(ConfigError, match="evaluation: has nothing to measure without rewards"):
+        load(tmp_path, held_out)
