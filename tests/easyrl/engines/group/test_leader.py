@@ -31,6 +31,7 @@ from easyrl.schema import FrozenLogprobs
 from easyrl.weight_sync.shares import ShareWriter
 from easyrl.weight_sync.store import WeightStore
 from tests.easyrl.engines.group.test_codec import row
+from tests.waiting import wait_until
 
 SIZE, TELLER = 3, 2
 SLOW_S = 0.5  # that a slow teller works on a call
@@ -357,7 +358,9 @@ def test_what_a_follower_refuses_is_raised_on_the_head(tmp_path):
 def killed_head(rank, port, results):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     calls, files = GroupChannel(range(2)), GroupChannel(range(2))
+    results[rank] = "has its channels"
     if rank == 0:
+        wait_until(lambda: 1 in results)  # it needs this one's store for them
         calls.tell(("begin_batch", ()))
         import os
 
