@@ -32,11 +32,12 @@ from benchmarks.parts.accounting.runs import (
     SleepingRun,
     seconds_of,
 )
+from benchmarks.parts.accounting.unexplained import most_unexplained
 from benchmarks.parts.overlap.endpoint import SleepingEndpoint
 from benchmarks.parts.overlap.runs import Mode
 from easyrl.demo.build_model import build_tokenizer
 from easyrl.simulation.advice import MORE_INFERENCE, MORE_TRAINING, expect, median_gains
-from easyrl.timeline.accounting import LaneAccount, account
+from easyrl.timeline.accounting import account
 from easyrl.timeline.spans import BatchSpans, is_endpoint, is_rank
 
 PLANTED_S, PLACES = 0.5, 24
@@ -56,7 +57,9 @@ def main() -> int:
         plain: dict[Mode, list[list[BatchSpans]]] = {}
         for mode in ("sync", "async"):
             plain[mode] = runs.batches(mode)
-            result["unexplained"][mode] = round(_unexplained(plain[mode]), 4)
+            result["unexplained"][mode] = round(
+                most_unexplained(each for of_ranks in plain[mode] for each in account(of_ranks)), 4
+            )
             print(f"{mode}: unexplained {result['unexplained'][mode]:.2%} of a lane at most")
         waiting = replace(runs, train_s=0.0)
         for starves, of_runs in ((False, runs), (True, waiting)):
@@ -75,18 +78,6 @@ def main() -> int:
         and all(abs(row["off"]) <= MOST_OFF for row in result["advice"])
     )
     return 0 if is_right else 1
-
-
-def _unexplained(batches: Sequence[Sequence[BatchSpans]]) -> float:
-    """The largest share of a lane's time, over all batches."""
-    accounts: dict[str, list[LaneAccount]] = {}
-    for of_ranks in batches:
-        for each in account(of_ranks):
-            accounts.setdefault(each.lane, []).append(each)
-    return max(
-        sum(each.unexplained_s for each in own) / sum(each.wall_s for each in own)
-        for own in accounts.values()
-    )
 
 
 def _planted(

@@ -9,8 +9,9 @@ runs are measured and the speed of generation set until training takes 0.7 to 0.
 one rank by the sequences that are in flight at a time, with two by the seconds per token.
 
 The bound is what no schedule can beat within one batch: the longer of generation and training, plus
-weight sync and optimizer step, summed over batches from the sync run's own spans. The last line
-printed is one JSON object.
+weight sync and optimizer step, summed over batches from the sync run's own spans. ``unexplained``:
+the largest share of a rank's or an endpoint's time that the run's own accounts (docs/timeline.md)
+leave without a cause. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.parts.accounting.unexplained import most_unexplained
 from benchmarks.parts.overlap.balance import balance
 from benchmarks.parts.overlap.endpoint import SleepingEndpoint
 from benchmarks.parts.overlap.runs import Mode, OneRank, Setup, TwoRanks, Workload
 from benchmarks.parts.overlap.spans import Batch, overlap, training_over_generation
 from easyrl.demo.build_model import build_tokenizer
+from easyrl.timeline.accounts_file import read_accounts
 
 MAX_INFLIGHT = 25  # of one rank, to begin with
 SECONDS_PER_TOKEN = 1.6e-3  # of two
+OF_TWO = ("async_over_sync", "efficiency", "sync_unexplained", "async_unexplained")
 MODES: tuple[Mode, ...] = ("sync", "async")
 
 
@@ -50,7 +54,7 @@ def main() -> None:
         one = _measure(OneRank(folder, work), MAX_INFLIGHT, arguments)
         _describe("two ranks", both)
         two = _measure(TwoRanks(folder, both, endpoint), SECONDS_PER_TOKEN, arguments)
-    print(json.dumps(one | {"two_ranks": {k: two[k] for k in ("async_over_sync", "efficiency")}}))
+    print(json.dumps(one | {"two_ranks": {key: two[key] for key in OF_TWO}}))
 
 
 def _describe(name: str, work: Workload) -> None:
@@ -63,11 +67,15 @@ def _describe(name: str, work: Workload) -> None:
 
 def _measure(setup: Setup, speed: float, arguments: argparse.Namespace) -> dict[str, float]:
     """Balances it, then compares both modes: medians over the repeats."""
+    unexplained: dict[Mode, list[float]] = {mode: [] for mode in MODES}
 
     def run(mode: Mode, speed: float, num_batches: int) -> list[Batch]:
         """The first batch, which warms everything up, is not counted."""
         with tempfile.TemporaryDirectory(prefix="easyrl-overlap-") as run_dir:
-            return setup.run(mode, Path(run_dir), speed, num_batches + 1)[1:]
+            batches = setup.run(mode, Path(run_dir), speed, num_batches + 1)[1:]
+            accounts = read_accounts(Path(run_dir))[1:]
+        unexplained[mode].append(most_unexplained(each for one in accounts for each in one.lanes))
+        return batches
 
     def ratio(speed: float) -> float:
         found = training_over_generation(run("sync", speed, 1))
@@ -86,6 +94,9 @@ def _measure(setup: Setup, speed: float, arguments: argparse.Namespace) -> dict[
         f"efficiency {medians['efficiency']:.2f}",
         flush=True,
     )
+    for mode in MODES:
+        medians[f"{mode}_unexplained"] = round(max(unexplained[mode]), 4)
+        print(f"  {mode}: unexplained {max(unexplained[mode]):.2%} of a lane at most", flush=True)
     return medians
 
 

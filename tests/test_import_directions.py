@@ -28,6 +28,8 @@ MAY_IMPORT = {
     "runtime.frames": "",
     "runtime.loop_thread": "",
     "runtime.machine": "",
+    "runtime.device_time": "",
+    "runtime.model_spans": "runtime.device_time",
     "runtime.printable": "",
     "runtime.process_guard": "",
     "runtime.phase_memory": "",
@@ -79,15 +81,17 @@ MAY_IMPORT = {
     # the model that is trained
     "recipes": "schema config engines.base kernels.logprobs.linear_logprob"
     " kernels.logprobs.token_losses rewards.overlong runtime.user_code",
-    "models": "schema config engines.base kernels recipes runtime.numerics runtime.user_code",
-    "engines.base": "schema runtime.ranks",
+    "models": "schema config engines.base kernels recipes runtime.model_spans runtime.numerics"
+    " runtime.user_code",
+    "engines.base": "schema runtime.model_spans runtime.ranks",
     "engines": "schema config runtime.allocator runtime.durable_files runtime.interfaces"
     " runtime.gloo_wait runtime.lost_process runtime.rank_store runtime.shared_folder"
-    " runtime.ranks recipes kernels.attention.segment_layout"
+    " runtime.model_spans runtime.ranks recipes kernels.attention.segment_layout"
     " models.critic models.loading models.lora models.offload models.output_head"
     " models.policy_model models.teacher models.teacher_loading models.tri_model",
     "engines.megatron": "schema config engines.base engines.deepspeed engines.perturbation"
-    " engines.process_group engines.state_file recipes runtime.ranks kernels.attention"
+    " engines.process_group engines.state_file recipes runtime.model_spans runtime.ranks"
+    " kernels.attention"
     " kernels.logprobs models.activation_checkpointing models.loading models.policy_model"
     " models.supported models.weight_files",
     "memory_plan": "config dataloaders.packing.cost"

@@ -89,6 +89,7 @@ def build_parts(
     follow_membership(run, endpoints)
     timeline = open_timeline(run, kept.progress)
     timeline.record(endpoints.inference)
+    timeline.record_models(model.engine)
     rollouts = open_rollouts(run, data, endpoints, kept.journal)
     evaluation = schedule_evaluation(
         run, data, endpoints.inference, rollouts, from_step=kept.progress.reported_step

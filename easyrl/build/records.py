@@ -112,6 +112,7 @@ def build_record_parts(
         records.data.records, order, config.trainer.batch_size, ranks.dp_rank, ranks.dp_size
     )
     timeline = open_timeline(run, progress)
+    timeline.record_models(engine)
     memory = PhaseMemory(engine.device)
     opened.callback(memory.close)
     clock = timeline.clock(memory.end_of_phase)

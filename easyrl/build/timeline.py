@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from easyrl.build.inference import Inference
 from easyrl.build.run import OpenRun
 from easyrl.config import Config
+from easyrl.engines.base import TrainEngine
 from easyrl.runtime.phase_clock import OnInterval, PhaseClock
 from easyrl.schema import Progress
 from easyrl.simulation.advice import advice
@@ -32,6 +33,12 @@ class Timeline:
         """Of the trainer's thread, whose phases are recorded; ``on_interval`` hear of them too."""
         own = [] if self.recorder is None else [self.recorder.phase]
         return PhaseClock(*own, *on_interval)
+
+    def record_models(self, engine: TrainEngine) -> None:
+        """Has the models tell when they run, from now on."""
+        if self.recorder is not None:
+            engine.spans.on_span = self.recorder.model
+            self.recorder.before_end = engine.spans.tell
 
     def record(self, inference: Inference) -> None:
         """Has endpoints and producer tell what they do from now on."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from easyrl.runtime.model_spans import ModelSpans
     from easyrl.runtime.ranks import Ranks
     from easyrl.schema import FrozenLogprobs, MicroBatch, SampleKey
 
@@ -198,6 +199,7 @@ class TrainEngine(Protocol):
     device: torch.device  # that runs what is launched here, perhaps behind the host
     lockstep: bool  # all ranks must run equally many micro-batches (ZeRO 2 and 3)
     can_look_ahead: bool  # there are frozen models, and this rank can run them by itself
+    spans: ModelSpans  # of this process's models: when each ran forward and backward
 
     @property
     def has_frozen_models(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from easyrl.models.policy_model import run_micro_batch
 from easyrl.models.teacher import FullTeacher
 from easyrl.recipes.losses import loss_metrics, policy_loss, token_loss
 from easyrl.recipes.recipe import Recipe
+from easyrl.runtime.model_spans import ModelSpans
 from easyrl.schema import FrozenLogprobs, MicroBatch
 
 Rows = Sequence[tuple[MicroBatch, SegmentLayout]]  # on the device
@@ -83,6 +84,7 @@ class TriModel:
     teacher: Frozen | FullTeacher | None = None
     old_is_policy: bool = False  # for now their weights are the same: one forward serves both
     sampled_by: Literal["policy", "old_policy"] | None = "policy"  # ``TriLogprobs.sampled_by``
+    spans: ModelSpans = field(default_factory=ModelSpans)  # told when each of them runs
 
     def __call__(self, micro_batch: MicroBatch) -> TriLogprobs:
         """The three log-probabilities of the N trained tokens; float32 [N] each."""
@@ -132,9 +134,15 @@ class TriModel:
         losses: RowLoss | None = None,
         teacher: TeacherRows | None = None,
     ) -> tuple[Tensor, ...]:
-        return run_micro_batch(
-            self.policy, row, self.temperature, layout=layout, token_loss=losses, teacher=teacher
-        )
+        with self.spans.span("policy forward"):
+            return run_micro_batch(
+                self.policy,
+                row,
+                self.temperature,
+                layout=layout,
+                token_loss=losses,
+                teacher=teacher,
+            )
 
     def _values(
         self,
@@ -147,7 +155,10 @@ class TriModel:
         return TriLogprobs(logprobs, entropy, frozen, self.sampled_by, *kl)
 
     def _teacher_rows(self, row: MicroBatch, layout: SegmentLayout) -> TeacherRows | None:
-        return self.teacher.rows(row, layout) if isinstance(self.teacher, FullTeacher) else None
+        if not isinstance(self.teacher, FullTeacher):
+            return None
+        with self.spans.span("teacher forward"):
+            return self.teacher.rows(row, layout)
 
     def _frozen(self, row: MicroBatch, layout: SegmentLayout) -> FrozenLogprobs:
         """What is given with the row; with it the critic's values alone where the models that are
@@ -174,10 +185,18 @@ class TriModel:
         return self.old_policy is not None and not self.old_is_policy
 
     def _of_rows(self, rows: Rows) -> list[FrozenLogprobs]:
-        def of(model: Frozen | None) -> Sequence[Tensor | None]:
-            return [None] * len(rows) if model is None else model.logprobs(rows, self.temperature)
+        def of(model: Frozen | None, name: str) -> Sequence[Tensor | None]:
+            if model is None:
+                return [None] * len(rows)
+            with self.spans.span(f"{name} forward"):
+                return model.logprobs(rows, self.temperature)
 
         old_policy = self.old_policy if self._lags else None
         teacher = None if isinstance(self.teacher, FullTeacher) else self.teacher
-        said = zip(of(self.reference), of(old_policy), of(teacher), strict=True)
+        said = zip(
+            of(self.reference, "reference"),
+            of(old_policy, "old policy"),
+            of(teacher, "teacher"),
+            strict=True,
+        )
         return [FrozenLogprobs(reference, old, teacher=its) for reference, old, its in said]

@@ -1,8 +1,9 @@
 """Spans in Chrome's trace event format, which Perfetto (https://ui.perfetto.dev) opens.
 
-Each lane is a process of the trace. The phases of a rank's trainer thread follow one another: they
-are complete events ("X"). What overlaps in a lane, requests and rewards, are async events ("b" and
-"e" with an id), and a counter ("C") says how many of an endpoint's requests are in flight.
+Each lane is a process of the trace. The phases of a rank's trainer thread follow one another, and
+so do its models' forwards and backwards: they are complete events ("X"). What overlaps in a lane,
+requests and rewards, are async events ("b" and "e" with an id), and a counter ("C") says how many
+of an endpoint's requests are in flight.
 Format: "Trace Event Format", Google, sections "Complete Events", "Async Events", "Counter Events"
 and "Metadata Events".
 """
@@ -25,6 +26,7 @@ from easyrl.timeline.spans import (
     Span,
     by_lane,
     is_endpoint,
+    is_models,
     is_rank,
     spans_of,
 )
@@ -57,7 +59,7 @@ def trace_events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
         for span in own:
             common = {"name": span.name, "cat": span.name, "pid": pid, "tid": 1}
             start, end = at(span.start_s), at(span.end_s)
-            if is_rank(lane):
+            if is_rank(lane) or is_models(lane):
                 duration = round(end - start, 1)
                 yield {**common, "ph": "X", "ts": start, "dur": duration, "args": span.args}
             else:

@@ -11,7 +11,14 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from easyrl.timeline.folder import TimelineFolder
-from easyrl.timeline.spans import BatchSpans, Span, endpoint_lane, producer_lane, rank_lane
+from easyrl.timeline.spans import (
+    BatchSpans,
+    Span,
+    endpoint_lane,
+    models_lane,
+    producer_lane,
+    rank_lane,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +50,8 @@ class SpanRecorder:
     rank: int = 0  # data-parallel
     # told of each batch that is over, in the writing thread
     on_batch: Callable[[BatchSpans], object] = lambda spans: None
+    # has those tell who know of spans of the open batch and have not told them yet
+    before_end: Callable[[], object] = lambda: None
     writing_s: float = field(default=0.0, init=False)
     num_dropped: int = field(default=0, init=False)  # of the open batch
 
@@ -68,6 +77,10 @@ class SpanRecorder:
         self._phase_end_s = end_s
         self._add(_Recorded(self._lane, name, start_s, end_s, args))
 
+    def model(self, name: str, start_s: float, end_s: float) -> None:
+        """That a model of this rank has run forward or backward."""
+        self._add(_Recorded(models_lane(self.rank), name, start_s, end_s, {}))
+
     def endpoint(
         self, url: str, name: str, start_s: float, end_s: float, **args: int | str
     ) -> None:
@@ -91,6 +104,7 @@ class SpanRecorder:
                 self.num_dropped += 1
 
     def _end_batch(self, now_s: float) -> None:
+        self.before_end()
         if self._open is None:  # what comes before the first batch is told with it
             self._began_s = now_s
             return

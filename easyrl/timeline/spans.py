@@ -23,7 +23,9 @@ GROUP = "group"  # of a producer: a prompt, from its first request to its last s
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     """Work of one lane."""
 
-    lane: str  # "rank 0": the trainer's thread; "producer 0": its producer; "endpoint URL"
+    # "rank 0": the trainer's thread; "models 0": what it runs of its models, inside its phases;
+    # "producer 0": its producer; "endpoint URL"
+    lane: str
     name: str
     start_s: float  # since the Unix epoch
     end_s: float
@@ -48,6 +50,10 @@ def rank_lane(rank: int) -> str:
     return f"rank {rank}"
 
 
+def models_lane(rank: int) -> str:
+    return f"models {rank}"
+
+
 def producer_lane(rank: int) -> str:
     return f"producer {rank}"
 
@@ -60,6 +66,10 @@ def is_rank(lane: str) -> bool:
     return lane.startswith("rank ")
 
 
+def is_models(lane: str) -> bool:
+    return lane.startswith("models ")
+
+
 def is_endpoint(lane: str) -> bool:
     return lane.startswith("endpoint ")
 
@@ -70,9 +80,11 @@ def spans_of(batches: Iterable[BatchSpans]) -> list[Span]:
 
 
 def by_lane(spans: Sequence[Span]) -> dict[str, list[Span]]:
-    """The spans of each lane in order of their start; trainer, producer, endpoints."""
-    order = {"rank": 0, "producer": 1, "endpoint": 2}
+    """The spans of each lane in order of their start; trainer, its models, producer, endpoints."""
+    order = {"rank": 0, "models": 1, "producer": 2, "endpoint": 3}
     lanes: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
         lanes.setdefault(span.lane, []).append(span)
-    return dict(sorted(lanes.items(), key=lambda item: (order.get(item[0].split()[0], 3), item[0])))
+    return dict(
+        sorted(lanes.items(), key=lambda item: (order.get(item[0].split()[0], len(order)), item[0]))
+    )

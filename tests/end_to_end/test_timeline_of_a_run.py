@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from benchmarks.parts.random_model import write_prompts
 from easyrl.metrics.trackers import read_metrics
 from easyrl.timeline.accounts_file import read_accounts
 from easyrl.timeline.reading import kept_batches, read_spans
+from easyrl.timeline.spans import Span
 from tests.easyrl.timeline.trace_format import format_problems
 from tests.end_to_end.trainer_run import run_trainer, trainer_command
 
@@ -29,6 +32,18 @@ def slow(prompt, texts, token_ids):
     time.sleep(0.1)
     return [float(len(ids)) for ids in token_ids]
 """
+
+
+def assert_models_run_inside_phases(spans: Sequence[Span]) -> None:
+    """Policy and reference run for each micro-batch, and only inside the phases that are theirs."""
+    of_models = [span for span in spans if span.lane == "models 0"]
+    phases = [s for s in spans if s.lane == "rank 0" and s.name in ("train", "look_ahead")]
+    count = Counter(span.name for span in of_models)
+    assert set(count) == {"policy forward", "policy backward", "reference forward"}
+    num_micro_batches = sum("num_rows" in phase.args for phase in phases)
+    assert count["policy forward"] == count["policy backward"] == num_micro_batches
+    for span in of_models:
+        assert any(p.start_s <= span.start_s and span.end_s <= p.end_s for p in phases), span
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -51,10 +66,11 @@ def test_a_run_leaves_a_trace_and_accounts_that_add_up(
         names = [span.name for span in read_spans(run_dir, batch)]
         assert names.count("request") == names.count("reward") == BATCH * SAMPLES
         assert names.count("group") == BATCH and {"train", "step", "push", "proof"} <= set(names)
+        assert_models_run_inside_phases(read_spans(run_dir, batch))
     trace = json.loads((run_dir / "trace.json").read_text())
     assert format_problems(trace) == []
     lanes = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
-    assert lanes == {"rank 0", "producer 0", f"endpoint {served.url}"}
+    assert lanes == {"rank 0", "models 0", "producer 0", f"endpoint {served.url}"}
 
     accounts = read_accounts(run_dir)
     assert [each.batch for each in accounts] == [0, 1, 2, 3]

@@ -34,6 +34,7 @@ from easyrl.models.critic import VALUE_HEAD, load_critic_model
 from easyrl.models.loading import head_weight_name
 from easyrl.recipes.recipe import Recipe
 from easyrl.recipes.value_losses import value_loss
+from easyrl.runtime.model_spans import ModelSpans
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import MicroBatch, Segment
 
@@ -47,6 +48,7 @@ class DeepSpeedCritic:
         config: the whole tree, of the policy.
         ranks: as they share the policy.
         total_steps: where a decaying schedule ends.
+        spans: told when it runs.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class DeepSpeedCritic:
         device: torch.device,
         *,
         total_steps: int | None = None,
+        spans: ModelSpans,
     ) -> None:
+        self._spans = spans
         own = critic_config(config)
         load = partial(load_critic_model, own.model, seed=own.run.seed)
         self._ranks, self._device = ranks, device
@@ -84,7 +88,8 @@ class DeepSpeedCritic:
         if self._has_moved:
             assert self._snapshot is not None
             model = self._snapshot
-        values: Tensor = model(*_inputs(micro_batch.to(self._device)))
+        with self._spans.span("critic forward"):
+            values: Tensor = model(*_inputs(micro_batch.to(self._device)))
         return values
 
     def forward_backward(
@@ -94,12 +99,14 @@ class DeepSpeedCritic:
         the loss: the gradient is NaN then.
         """
         row = micro_batch.to(self._device)
-        loss_sum, sums = value_loss(self._engine(*_inputs(row)), row, recipe)
+        with self._spans.span("critic forward"):
+            loss_sum, sums = value_loss(self._engine(*_inputs(row)), row, recipe)
         problem = None
         if not bool(torch.isfinite(loss_sum)):
             problem = f"value loss sum is {loss_sum.item()}"
             loss_sum = loss_sum * math.nan
-        self._engine.backward(loss_sum)
+        with self._spans.span("critic backward"):
+            self._engine.backward(loss_sum)
         return sums, problem
 
     def backward_of_nothing(self, scale: float = 0.0) -> None:

@@ -69,6 +69,7 @@ from easyrl.models.teacher_loading import load_teacher
 from easyrl.models.tri_model import Frozen, FrozenModel, TriModel, frozen_model
 from easyrl.recipes.loading import load_recipe
 from easyrl.recipes.recipe import Teacher
+from easyrl.runtime.model_spans import ModelSpans
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import FrozenLogprobs, MicroBatch, Segment
 
@@ -102,6 +103,7 @@ class DeepSpeedEngine:
         self._stage = config.trainer.zero_stage
         self.lockstep = self._stage >= 2 and self.ranks.dp_size > 1
         self.device = torch.device(get_accelerator().device_name(local_rank))
+        self.spans = ModelSpans.of(self.device)
         load = load_model or (lambda: load_policy_model(config.model, seed=config.run.seed))
         factor = schedule_factor(config.trainer, total_steps or config.trainer.max_steps)
         self._uncontrolled = self._recipe = load_recipe(config)
@@ -129,10 +131,13 @@ class DeepSpeedEngine:
             teacher=None if needs.teacher is None else self._teacher(needs.teacher),
             temperature=config.rollout.temperature,
             device=self.device,
+            spans=self.spans,
         )
         self._critic: DeepSpeedCritic | None = None
         if needs.critic:
-            self._critic = DeepSpeedCritic(config, self.ranks, self.device, total_steps=total_steps)
+            self._critic = DeepSpeedCritic(
+                config, self.ranks, self.device, total_steps=total_steps, spans=self.spans
+            )
         frozen = needs.reference, with_old_policy, needs.critic, needs.scores_with_teacher
         self.can_look_ahead = any(frozen) and not self._shards_frozen
         wanted, span = config.model.logprob_backward, self._recipe.span
@@ -259,7 +264,8 @@ class DeepSpeedEngine:
         return self._tri_model.policy_logprobs(micro_batch).float().cpu()
 
     def _backward(self, loss: Tensor) -> None:
-        self._engine.backward(loss)
+        with self.spans.span("policy backward"):
+            self._engine.backward(loss)
         self._num_backwards += 1
 
     def _backward_of_nothing(self, scale: float) -> None:

@@ -69,6 +69,7 @@ class GroupLeader:
         self.device = engine.device
         self.lockstep = engine.lockstep
         self.can_look_ahead = engine.can_look_ahead
+        self.spans = engine.spans
 
     @property
     def has_frozen_models(self) -> bool:

@@ -43,6 +43,7 @@ from easyrl.engines.state_file import EngineState
 from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.recipes.loading import load_recipe
 from easyrl.recipes.recipe import Models
+from easyrl.runtime.model_spans import ModelSpans
 from easyrl.schema import FrozenLogprobs, MicroBatch
 
 REFERENCE, OLD_POLICY = "reference", "old_policy"
@@ -62,6 +63,7 @@ class MegatronEngine:
         self.place = start_model_parallel(layout)
         self.ranks = self.place.ranks
         self.device = torch.device(get_accelerator().device_name(local_rank))
+        self.spans = ModelSpans.of(self.device)
         self._config, self._layout = config, layout
         self._zero_stage = config.trainer.zero_stage
         self.lockstep = self._zero_stage >= 2 and self.ranks.dp_size > 1
@@ -217,10 +219,10 @@ class MegatronEngine:
         policy = self._engine if layout.chunks == 1 else None
         parts = (layout, self._chunks, policy, self._frozen, self.device)
         if layout.pipeline == 1:
-            return SingleStage(*parts)
+            return SingleStage(*parts, spans=self.spans)
         if layout.is_open_schedule:
-            return OpenSchedule(*parts, links=StageLinks(self.place))
-        return Pipeline(*parts)
+            return OpenSchedule(*parts, spans=self.spans, links=StageLinks(self.place))
+        return Pipeline(*parts, spans=self.spans)
 
     def _loss(self) -> Loss:
         return Loss(

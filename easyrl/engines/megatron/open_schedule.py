@@ -83,7 +83,9 @@ class OpenSchedule(Pipeline):
         """Of the row that has been in flight for longest."""
         num_tokens, received, output = self._in_flight.popleft()
         is_last = self.links.stage == self.links.num_stages - 1
-        torch.autograd.backward(output, None if is_last else self.links.receive_backward(output))
+        gradient = None if is_last else self.links.receive_backward(output)
+        with self.spans.span("policy backward"):
+            torch.autograd.backward(output, gradient)
         if received is None:
             return
         assert received.grad is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from easyrl.engines.megatron.padding import padded_row, row_of_nothing
 from easyrl.engines.megatron.stage import PolicyStage
 from easyrl.engines.megatron.streams import Loss, StreamCommunicator, StreamStage
 from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.runtime.model_spans import ModelSpans
 from easyrl.schema import FrozenLogprobs, MicroBatch
 
 ANY_LENGTH = 1  # variable lengths: the shape of each message goes before it
@@ -47,6 +48,9 @@ class Pipeline:
     frozen: Mapping[str, Sequence[PolicyStage]]  # by their names in ``FrozenLogprobs``
     device: torch.device
     sent_bytes: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
+    _: KW_ONLY
+    # told when each model runs; not the backward of megatron-core's own schedules
+    spans: ModelSpans = field(default_factory=ModelSpans)
 
     def forward_backward(
         self, rows: Rows, loss: Loss, frozen: Collection[str]
@@ -161,6 +165,7 @@ class Pipeline:
                 stage,
                 {name: self.frozen[name][number] for name in self.frozen if name in frozen},
                 with_policy=with_policy,
+                spans=self.spans,
             )
             for number, stage in enumerate(self.stages)
         ]
@@ -188,7 +193,8 @@ class SingleStage(Pipeline):
             stage.set_input_tensor(None)
             output, told = at_end(stage, row, SegmentLayout(row.segments))
             if not forward_only:
-                policy.backward(output)
+                with self.spans.span("policy backward"):
+                    policy.backward(output)
             said.append(told)
         return said
 

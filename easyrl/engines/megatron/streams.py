@@ -23,6 +23,7 @@ from easyrl.kernels.logprobs.token_losses import RowLoss
 from easyrl.models.policy_model import run_micro_batch
 from easyrl.recipes.losses import loss_metrics, policy_loss, token_loss
 from easyrl.recipes.recipe import Recipe
+from easyrl.runtime.model_spans import ModelSpans
 from easyrl.schema import FrozenLogprobs, MicroBatch
 
 
@@ -50,6 +51,7 @@ class StreamStage(nn.Module):
         frozen: dict[str, PolicyStage],
         *,
         with_policy: bool = True,
+        spans: ModelSpans,
     ) -> None:
         super().__init__()
         self.policy = policy  # an engine around ``stage``, or itself
@@ -58,6 +60,8 @@ class StreamStage(nn.Module):
         self.config, self.model_type, self.vp_stage = stage.config, stage.model_type, stage.vp_stage
         self._num_policies = int(with_policy)
         self._inputs: Sequence[Tensor | None] = ()
+        self._names = [*(["policy"] if with_policy else []), *frozen]  # of the streams
+        self._spans = spans
 
     @property
     def num_streams(self) -> int:
@@ -125,7 +129,8 @@ class StreamStage(nn.Module):
     ) -> Any:
         """What the stream ``number`` comes to; ``model`` is ``stage`` or an engine around it."""
         stage.set_input_tensor(self._inputs[number])
-        return run_micro_batch(model, row, temperature, layout=layout, token_loss=losses)
+        with self._spans.span(f"{self._names[number].replace('_', ' ')} forward"):
+            return run_micro_batch(model, row, temperature, layout=layout, token_loss=losses)
 
 
 class StreamCommunicator(P2PCommunicator):  # type: ignore[misc]

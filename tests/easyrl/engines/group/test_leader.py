@@ -25,6 +25,7 @@ from easyrl.engines.state_file import EngineState, StateReader
 from easyrl.inference_client.transfer.artifact import bytes_of
 from easyrl.runtime import shared_folder
 from easyrl.runtime.machine import free_port
+from easyrl.runtime.model_spans import ModelSpans
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.shared_folder import marked
 from easyrl.schema import FrozenLogprobs
@@ -51,6 +52,7 @@ class NotingEngine:
         self.ranks = Ranks(self.rank, SIZE, 0, 1, self.rank == 0, (0,))
         self.device, self.lockstep, self.can_look_ahead = torch.device("cpu"), False, True
         self.has_frozen_models = True
+        self.spans = ModelSpans()
 
     def _note(self, *call):
         self.calls.append(call)
