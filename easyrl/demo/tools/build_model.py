@@ -38,6 +38,7 @@ from easyrl.demo.tools.task import (
 )
 
 TOOL_ROLE = "<|tool|>"
+MAX_POSITIONS = 1024  # room for other conversations than the demo's
 # Of a call and of an error: few tokens make turns quick. Each in front of what begins it.
 WORDS = [
     *("<tool_call>", "</tool_call>", "<think>", "</think>"),
@@ -75,7 +76,9 @@ def build_model(
     """
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
-    model = Qwen3ForCausalLM(model_config(tokenizer, tied=True))
+    config = model_config(tokenizer, tied=True)
+    config.max_position_embeddings = MAX_POSITIONS
+    model = Qwen3ForCausalLM(config)
     batches = conversation_batches(tokenizer, warm_start_examples(seed), batch_size)
     train_and_save(model, tokenizer, batches, num_steps, output)
 
