@@ -21,7 +21,10 @@ FIGURES = ("eval/accuracy", "eval/avg@4", "eval/pass@1", "eval/pass@4", "eval/ex
 # Right is an episode whose second answer begins with a token of the first; every fourth prompt's
 # fails behind its first turn, and nothing is right of it.
 ROLLOUT = """
-async def rollout(client, prompt):
+from easyrl.environments.client import Client
+
+
+async def rollout(client: Client, prompt):
     first = await client.generate([5, 6, 7, 8 + prompt.index], max_tokens=6)
     if prompt.index % 4 == 3 and "held" in prompt.metadata:
         raise RuntimeError("it breaks")

@@ -47,9 +47,18 @@ def run_example(name: str, model: Path, run_dir: Path, *options: str) -> list[di
         run_trainer(command)
     steps = [m for m in read_metrics(run_dir / "metrics.jsonl") if m["step"] > 0]
     assert [m["step"] for m in steps] == list(range(1, STEPS + 1))
-    before, after = (load_file(f / "model.safetensors") for f in (model, run_dir / "model"))
+    before, after = weights(model), weights(run_dir / "model")
+    assert before.keys() == after.keys()
     assert any(not torch.equal(before[key], after[key]) for key in before)
     return steps
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def episodes_of(run_dir: Path) -> list[Completion]:
