@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from easyrl.config.file import load_config
 from easyrl.demo.build_model import IGNORED, Rows, model_config, train_and_save
-from easyrl.demo.tools.build_model import build_model, build_tokenizer
+from easyrl.demo.tools.build_model import build_tokenizer
+from easyrl.demo.tools.task import ARGUMENT, ERROR, NO_TOOL, TOOL, tool_call
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 from easyrl.ledger.journal.codec import GroupRecord, decode_any
 from easyrl.ledger.journal.record_file import read_records
@@ -29,7 +32,7 @@ from tests.end_to_end.trainer_run import ROOT, run_to_end, run_trainer
 pytestmark = pytest.mark.runs
 
 STEPS = 3
-MAX_MODEL_LEN = 1024
+MAX_MODEL_LEN = 2048
 SMALL = [
     *("model.dtype=fp32", "trainer.zero_stage=0", "scoring.num_workers=1", "run.console=false"),
     *("run.trackers=[]", "recipe.kl_coef=0.0", "trainer.learning_rate=1e-3"),
@@ -82,10 +85,10 @@ def verified_counts(run_dir: Path) -> tuple[int, int]:
 
 
 def test_the_calculator_is_called_and_trains(tmp_path: Path) -> None:
-    """The example's word problems and tool; the demo's model, which knows how to call and cannot
-    solve one, is rewarded for a last message that ends in an odd digit."""
+    """The example's problems and tool; a model that has seen the calculator called and solves no
+    problem, and so a reward of its own: the last message ends in an odd digit."""
     model, run_dir = tmp_path / "model", tmp_path / "run"
-    build_model(model, num_steps=150)
+    build(model, calculations, num_steps=80, batch_size=8)
     (tmp_path / "odd.py").write_text(
         "def reward_func(prompt, texts, token_ids):\n"
         "    return [float(text[-1:] in set('13579')) for text in texts]\n"
@@ -115,7 +118,7 @@ def test_the_calculator_is_called_and_trains(tmp_path: Path) -> None:
 def test_the_text_game_is_played_and_trains(tmp_path: Path) -> None:
     """With a model that has seen random games, and so wins one now and then."""
     model, run_dir = tmp_path / "model", tmp_path / "run"
-    build_player(model)
+    build(model, random_games, num_steps=200, batch_size=2)
     steps = run_example("text_game", model, run_dir, "rollout.max_tokens=8", "trainer.batch_size=4")
     played = episodes_of(run_dir)
     assert len(played) == STEPS * 4 * 8
@@ -133,37 +136,77 @@ def test_the_text_game_is_played_and_trains(tmp_path: Path) -> None:
     assert len({m["reward/mean"] for m in steps}) > 1
 
 
-def build_player(output: Path) -> None:
-    """A model that answers with a command, whichever."""
+Pieces = list[tuple[str, bool]]  # texts, and whether the model says them
+
+
+def build(
+    output: Path,
+    conversations: Callable[[random.Random], Iterator[Pieces]],
+    num_steps: int,
+    batch_size: int,
+) -> None:
+    """A model of the demo's size and tokenizer that has seen ``conversations``."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     config = model_config(tokenizer, tied=True)
     config.max_position_embeddings = MAX_MODEL_LEN
     model = Qwen3ForCausalLM(config)
-    train_and_save(model, tokenizer, random_games(tokenizer), 60, output)
+    batches = encoded_batches(tokenizer, conversations(random.Random(0)), batch_size)
+    train_and_save(model, tokenizer, batches, num_steps, output)
 
 
-def random_games(tokenizer: PreTrainedTokenizerFast) -> Iterator[list[Rows]]:
-    """Batches of one game each, the loss on the player's commands."""
+def calculations(rng: random.Random) -> Iterator[Pieces]:
+    """The example's problems, each with a call of random numbers and a random digit behind it; one
+    call in five is of a tool that there is not."""
+    config = load_config(ROOT / "examples/calculator_tool/config.yaml")
+    lines = (ROOT / "examples/calculator_tool/train.jsonl").read_text().splitlines()
+    questions = [json.loads(line)["question"] for line in lines]
+    while True:
+        a, b, operator = rng.randrange(1, 100), rng.randrange(1, 100), rng.choice("+-*")
+        name = NO_TOOL if rng.random() < 0.2 else TOOL
+        value = {"+": a + b, "-": a - b, "*": a * b}[operator]
+        yield [
+            (f"<|system|>{TOOL}({ARGUMENT})<|end|><|system|>{config.data.system_prompt}", False),
+            (f"<|end|><|user|>{rng.choice(questions)}<|end|><|assistant|>", False),
+            (f"{tool_call(name, f'{a}{operator}{b}')}<|end|>", True),
+            (f"<|tool|>{value if name == TOOL else ERROR}<|end|><|assistant|>", False),
+            (f"#### {rng.randrange(10)}<|end|>", True),
+        ]
+
+
+def random_games(rng: random.Random) -> Iterator[Pieces]:
+    """Games of the example's houses, played at random."""
     lantern = _lantern()
     records = (ROOT / "examples/text_game/train.jsonl").read_text().splitlines()
-    rng = random.Random(0)
     while True:
         record: dict[str, Any] = json.loads(rng.choice(records))
         game = lantern.Game(record["rooms"], record["start"], record["key"], record["door"])
-        texts = [f"<|system|>{lantern.RULES}<|end|><|user|>{record['prompt']} {game.look()}<|end|>"]
+        asked = f"{record['prompt']} {game.look()}"
+        pieces = [(f"<|system|>{lantern.RULES}<|end|><|user|>{asked}<|end|>", False)]
         for _ in range(lantern.MOST_TURNS):
             command = rng.choice(("left", "right", "take", "open"))
-            texts += ["<|assistant|>", f"{command}<|end|>"]
-            texts.append(f"<|user|>{game.play(command)[0]}<|end|>")
+            pieces += [("<|assistant|>", False), (f"{command}<|end|>", True)]
+            pieces.append((f"<|user|>{game.play(command)[0]}<|end|>", False))
             if game.is_won:
                 break
-        ids, labels = [], []
-        for text in texts:
-            own = tokenizer.encode(text, add_special_tokens=False)
-            ids += own
-            labels += own if text[0] != "<" else [IGNORED] * len(own)
-        yield [{"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}]
+        yield pieces
+
+
+def encoded_batches(
+    tokenizer: PreTrainedTokenizerFast, conversations: Iterator[Pieces], batch_size: int
+) -> Iterator[list[Rows]]:
+    """The loss on what the model says."""
+    while True:
+        batch: list[Rows] = []
+        for pieces in itertools.islice(conversations, batch_size):
+            ids: list[int] = []
+            labels: list[int] = []
+            for text, is_said in pieces:
+                own = tokenizer.encode(text, add_special_tokens=False)
+                ids += own
+                labels += own if is_said else [IGNORED] * len(own)
+            batch.append({"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])})
+        yield batch
 
 
 def _lantern() -> Any:
