@@ -75,7 +75,8 @@ def test_a_version_is_evaluated_beside_its_batch_with_the_episodes_it_has_alone(
         assert len(each["responses"]) == NUM_SAMPLES
         for response in each["responses"]:
             breaks = each["index"] % 4 == 3
-            assert response["num_tokens"] == (6 if breaks else 12)
+            fewest, most = (1, 6) if breaks else (2, 12)  # of one turn, or two
+            assert fewest <= response["num_tokens"] <= most
             assert response["reward"] in ({0.0} if breaks else {0.0, 1.0})
             assert response["components"].keys() == (
                 set() if breaks else {"game/reward", "game/one"}
