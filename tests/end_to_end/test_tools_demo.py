@@ -79,8 +79,8 @@ def accuracy(model_dir: Path, records: list[dict[str, str]]) -> float:
 @pytest.mark.runs
 def test_what_the_demo_measures_is_what_plain_transformers_do(tmp_path: Path) -> None:
     run_dir = tmp_path / "demo"
-    said = demo(run_dir, "trainer.max_steps=40", timeout_s=280)
-    assert said["steps"] == 40 and said["run_dir"] == str(run_dir)
+    said = demo(run_dir, "trainer.max_steps=20", timeout_s=280)
+    assert said["steps"] == 20 and said["run_dir"] == str(run_dir)
     assert load_config(ROOT / "configs/demo_tools.yaml").evaluation.data.max_records == NUM_RECORDS
     lines = (run_dir / "data" / "heldout.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines[:NUM_RECORDS]]
