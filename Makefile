@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 # fixtures once. In the order of the files: xdist's own begins with those of many tests, and would
 # leave the whole runs, few tests of many seconds, for the end. One process: make test WORKERS=
 WORKERS ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-RUN    := runs/demo
+RUN    := runs/demo$(addprefix -,$(TASK))
 ENGINE ?= embedded
 
 # Interpreter of an environment with vLLM. To use one of your own, with the plugin installed in it:
@@ -20,9 +20,9 @@ endif
 .PHONY: demo test test-browser test-gpu bench-gpu test-runs test-slow test-triton test-peers test-trackers test-verifiers test-npu-signatures test-vllm test-hosts docs lint typecheck setup setup-vllm clean
 
 # extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
-# split over processes: make demo PARALLEL=tp2pp2
+# split over processes: make demo PARALLEL=tp2pp2; episodes with a calculator: make demo TASK=tools
 demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo model
-	EASYRL_VLLM_PYTHON=$(EASYRL_VLLM_PYTHON) $(BIN)/python -m easyrl.demo --engine $(ENGINE) --run-dir $(RUN) $(if $(PARALLEL),--parallel $(PARALLEL)) $(ARGS)
+	EASYRL_VLLM_PYTHON=$(EASYRL_VLLM_PYTHON) $(BIN)/python -m easyrl.demo --engine $(ENGINE) --run-dir $(RUN) $(if $(TASK),--task $(TASK)) $(if $(PARALLEL),--parallel $(PARALLEL)) $(ARGS)
 
 test: setup lint typecheck   ## lint, types and all fast tests
 	$(BIN)/python -m pytest $(WORKERS)

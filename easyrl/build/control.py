@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from easyrl.runtime.seeding import sample_seed
-from easyrl.schema import RolloutGroup, Score
+from easyrl.schema import Completion, RolloutGroup, Score
 
 
 def scored_function(
@@ -30,6 +30,8 @@ class ScoresOfAnotherPrompt:
     expected reward of its right responses, and of its wrong ones, is that mean. The group's mean as
     baseline takes it away. With another one, a critic's or the batch's, a response is rewarded
     for being of an easy prompt, and for each right response beside it and itself (1 / G).
+
+    The rewards of an episode's turns, whose advantages are of the group alone, are permuted in it.
     """
 
     seed: int
@@ -46,10 +48,36 @@ class ScoresOfAnotherPrompt:
                 f"{group.prompt.epoch} has {len(group.scores)} responses, the one before "
                 f"{len(scores)}"
             )
-        return replace(group, scores=scores)
+        return replace(
+            group, scores=scores, completions=_turns_permuted(group, _rng(group, self.seed))
+        )
 
 
 def _permuted(group: RolloutGroup, seed: int) -> RolloutGroup:
-    key = sample_seed(seed, group.prompt.epoch, group.prompt.index, -1)
-    order = np.random.default_rng(key).permutation(len(group.scores))
-    return replace(group, scores=tuple(group.scores[place] for place in order))
+    rng = _rng(group, seed)
+    order = rng.permutation(len(group.scores))
+    scores = tuple(group.scores[place] for place in order)
+    return replace(group, scores=scores, completions=_turns_permuted(group, rng))
+
+
+def _rng(group: RolloutGroup, seed: int) -> np.random.Generator:
+    return np.random.default_rng(sample_seed(seed, group.prompt.epoch, group.prompt.index, -1))
+
+
+def _turns_permuted(group: RolloutGroup, rng: np.random.Generator) -> tuple[Completion, ...]:
+    """The group's completions, the rewards of their k-th turns permuted among those that have one.
+
+    Else a recipe of turns would learn from them whatever the scores are.
+    """
+    rewards = [[] if c.episode is None else list(c.episode.turn_rewards) for c in group.completions]
+    if not any(rewards):
+        return group.completions
+    for k in range(max(map(len, rewards))):
+        those = [own for own in rewards if k < len(own)]
+        order = rng.permutation(len(those))
+        for own, value in zip(those, [those[place][k] for place in order], strict=True):
+            own[k] = value
+    return tuple(
+        c if c.episode is None else replace(c, episode=replace(c.episode, turn_rewards=tuple(own)))
+        for c, own in zip(group.completions, rewards, strict=True)
+    )

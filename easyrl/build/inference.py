@@ -92,12 +92,13 @@ class Inference:
         record: Record = ignore,
         room: IdleRoom | None = None,
     ) -> Evaluator:
-        """Evaluates on the ``held_out`` prompts of each set with the same rewards; its events are
-        not the run's own.
+        """Evaluates on the ``held_out`` prompts of each set with the same rewards, or as episodes
+        of the same environments; its events are not the run's own.
 
         ``room``: in which its requests stay, and its scores behind all others; default: nobody else
         is there.
         """
+        reward_name = self.config.rewards[0].label if self.episodes is None else None
         sets = [
             HeldOutSet(
                 name,
@@ -112,7 +113,7 @@ class Inference:
                     busy=BusyTime(),
                     room=room,
                 ),
-                reward_name=self.config.rewards[0].label,
+                reward_name=reward_name,
                 max_excluded=self.config.data.max_excluded,
             )
             for name, config in evaluation.sets.items()

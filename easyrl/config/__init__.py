@@ -73,9 +73,11 @@ class Config(Section):
                 "model.checkpoint_every: has no effect without checkpointing; remove it, or set "
                 "model.activation_checkpointing to layer or selective"
             )
-        if self.source == "rollouts" and self.evaluation is not None and not self.rewards:
+        is_scored = bool(self.rewards or self.environments)
+        if self.source == "rollouts" and self.evaluation is not None and not is_scored:
             problems.append(
-                "evaluation: has nothing to measure without rewards; add one, or remove it"
+                "evaluation: has nothing to measure without rewards; add one, or environments, or "
+                "remove it"
             )
         if self.samples.console_every and not self.run.console:
             problems.append(

@@ -23,7 +23,8 @@ class EvaluationSamplesConfig(Section):
     pass_at: Annotated[list[PositiveInt], Field(min_length=1)] = [1]  # k of pass@k, each at most
     # num_samples
     sampling: SamplingConfig = SamplingConfig()
-    threshold: float = 0.5  # a sample is correct if its first reward reaches this
+    threshold: float = 0.5  # a sample is correct if its first reward reaches this, an episode if
+    # its environment's does
 
     @model_validator(mode="after")
     def _enough_samples(self) -> Self:

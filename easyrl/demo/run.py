@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,23 +16,13 @@ from easyrl.config import Config, ConfigError
 from easyrl.config.file import load_config
 from easyrl.demo.build_model import build_model
 from easyrl.demo.build_teacher import build_teacher
+from easyrl.demo.folder import fresh_folder
 from easyrl.demo.held_out import held_out_accuracy
 from easyrl.demo.layouts import NamedLayout, named_layout
-from easyrl.demo.servers import SERVER_KEY, Engine, divided_cores, start_server, vllm_python
+from easyrl.demo.servers import Engine, vllm_python
 from easyrl.demo.task import write_splits
-from easyrl.inference_client.api_keys import new_api_key
-from easyrl.inference_client.servers.managed.server_process import ServerStartError
-from easyrl.metrics.trackers import read_metrics
-from easyrl.one_machine.launched_trainer import LaunchedTrainer
+from easyrl.demo.training import run_figures, started_servers, train
 from easyrl.recipes.loading import load_recipe
-from easyrl.runtime.machine import pin_process
-from easyrl.runtime.run_files import LOCK_FILE
-from easyrl.runtime.run_folder import locked_folder
-
-PROOF_TIMES = ("time/proof_s", "time/canary_s", "time/probe_s")  # of what the endpoints serve
-CERTIFICATE_TIMES = ("time/certificate_s", "time/journal_s")
-SAMPLES_TIMES = ("time/samples_s",)
-TIMELINE_TIMES = ("time/timeline_s",)
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
@@ -104,33 +91,22 @@ def _measure(
         its = held_out_accuracy(teacher, heldout, **sampling)
         print(f"accuracy of the teacher: {its:.3f}")
         measured["accuracy_of_teacher"] = round(its, 4)
-    _train(run_dir, model, overrides, arguments, config.trainer.grace_s, held)
+    layout = named_layout(arguments.parallel) if arguments.parallel else NamedLayout()
+    engine: Engine = arguments.engine
+    with started_servers(engine, arguments.num_servers, model, run_dir) as servers:
+        held.close()  # the trainer locks the folder itself
+        train(arguments.config, overrides, servers, layout=layout, grace_s=config.trainer.grace_s)
     after = held_out_accuracy(run_dir / "model", heldout, **sampling)
     seconds = time.monotonic() - start
 
-    def share(times: Sequence[str]) -> float:
-        """Of the whole run, what ``times`` held the trainer up."""
-        return round(sum(m.get(key, 0.0) for m in metrics for key in times) / seconds, 4)
-
-    metrics = read_metrics(run_dir / "metrics.jsonl")
-    steps = [m for m in metrics if "time/step_s" in m]
-    rates = sorted(m["throughput/tokens_per_s_per_device"] for m in steps)
     result = {
         "engine": arguments.engine,
         **measured,
         "accuracy_after": round(after, 4),
         "seconds": round(seconds, 1),
-        "steps": len(steps),
-        "groups_drawn": int(sum(m["batch/groups_drawn"] for m in steps)),
-        "groups_accepted": int(sum(m["batch/groups"] for m in steps)),
-        "tokens_per_s_per_device": round(rates[len(rates) // 2], 1),
-        "proof_share": share(PROOF_TIMES),
-        "certificate_share": share(CERTIFICATE_TIMES),
-        "samples_share": share(SAMPLES_TIMES),
-        "timeline_share": share(TIMELINE_TIMES),
-        "run_dir": str(run_dir),
+        **run_figures(run_dir, seconds),
     }
-    accuracies = f"{before:.3f} before, {after:.3f} after {len(steps)} steps"
+    accuracies = f"{before:.3f} before, {after:.3f} after {result['steps']} steps"
     print(f"accuracy on held-out problems: {accuracies}")
     print(f"reward curve: {run_dir / 'reward.png'}; model: {run_dir / 'model'}")
     print(json.dumps(result))
@@ -143,23 +119,7 @@ def _set_up(config: Config, run_dir: Path, held: ExitStack) -> tuple[Path, Path]
     What an earlier demo has left there is moved beside it. Raises ``ConfigError`` if it holds
     something else, or another process uses it; then it is left as it was.
     """
-    if run_dir.exists():
-        left = {path.name for path in run_dir.iterdir()} - {LOCK_FILE}
-        # one that was interrupted in its warm start has problems, and no model yet
-        if left and not (run_dir / "base_model").is_dir() and left != {"data"}:
-            raise ConfigError(
-                f"{run_dir} holds something else; give another folder: make demo RUN=DIR, or "
-                "--run-dir DIR"
-            )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    held.enter_context(locked_folder(run_dir, 0))
-    earlier = [path for path in run_dir.iterdir() if path.name != LOCK_FILE]
-    if earlier:
-        aside = _free_name(run_dir)
-        aside.mkdir()
-        for path in earlier:
-            shutil.move(path, aside)
-        print(f"what an earlier demo has left in {run_dir} is now in {aside}")
+    fresh_folder(run_dir, held)
     _, heldout = write_splits(run_dir / "data", seed=config.run.seed)
     print("warm start: a small Qwen3 sees estimates, careless and careful additions")
     start = time.monotonic()
@@ -183,55 +143,3 @@ def _build_teacher(folder: Path, seed: int) -> None:
     start = time.monotonic()
     build_teacher(folder, seed=seed)
     print(f"the teacher took {time.monotonic() - start:.0f} s")
-
-
-def _free_name(folder: Path) -> Path:
-    """``folder`` with the first number behind it that no folder has."""
-    numbers = itertools.count(1)
-    return next(
-        free for n in numbers if not (free := folder.with_name(f"{folder.name}-{n}")).exists()
-    )
-
-
-def _train(
-    run_dir: Path,
-    model: Path,
-    overrides: list[str],
-    arguments: argparse.Namespace,
-    grace_s: float,
-    held: ExitStack,
-) -> None:
-    """Servers as processes of their own, then the trainer through the ``deepspeed`` launcher.
-
-    It locks the run's folder itself: what is ``held`` of it is given up then.
-    """
-    engine: Engine = arguments.engine
-    layout = named_layout(arguments.parallel) if arguments.parallel else NamedLayout()
-    with ExitStack() as servers:
-        urls, api_key = [], new_api_key()
-        cores = servers.enter_context(divided_cores(engine, run_dir))
-        for number in range(arguments.num_servers):
-            log = run_dir / f"server-{number}.log"
-            try:
-                server = start_server(engine, model, cores, api_key, log)
-            except (ValueError, ServerStartError) as error:
-                sys.exit(f"easyrl demo: {error}")
-            urls.append(servers.enter_context(server).url)
-        print(f"{arguments.num_servers} {engine} server(s): {', '.join(urls)}")
-        command = [
-            str(arguments.config),
-            *(f"inference.endpoints=[{','.join(urls)}]", f"inference.api_key_env={SERVER_KEY}"),
-            *overrides,
-        ]
-        held.close()
-        with LaunchedTrainer(
-            command,
-            layout.num_processes,
-            grace_s=grace_s,
-            environment={SERVER_KEY: api_key, **cores.environment},
-        ) as trainer:
-            if cores.of_trainer is not None:
-                pin_process(trainer.process.pid, cores.of_trainer)
-            status = trainer.wait()
-    if status != 0:
-        sys.exit(f"easyrl demo: the trainer ended with status {status}; see above")

@@ -498,7 +498,11 @@ SECTIONS = (
             Metric("sync/bytes", "bytes", "of the weights"),
             Metric("sync/canary_mean", "nats", "|Δ log-prob| of the worst endpoint's canary"),
             Metric("sync/canary_max", "nats", "the largest of a token"),
-            Metric("eval/accuracy", "share", "samples whose first reward reaches the threshold"),
+            Metric(
+                "eval/accuracy",
+                "share",
+                "samples whose first reward, episodes whose reward reaches the threshold",
+            ),
             Metric("eval/avg@<samples>", "share", "the same, by the number of samples"),
             Metric(
                 "eval/pass@<k>",

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from easyrl.config import EvaluationSetConfig, set_key
 from easyrl.ledger.exclusions import ExclusionLimit
 from easyrl.runtime.collectives import Collectives
-from easyrl.schema import ExcludedPrompt, Exclusion, Prompt, RolloutGroup, TooManyExcluded
+from easyrl.schema import ExcludedPrompt, Exclusion, Prompt, RolloutGroup, Score, TooManyExcluded
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -53,17 +53,23 @@ class HeldOutSet:
     config: EvaluationSetConfig
     prompts: Sequence[Prompt]
     rollouts: Rollouts
-    reward_name: str  # the component that decides
+    reward_name: str | None  # the component that decides; None: the reward, as of an episode
     max_excluded: float = 1.0  # data.max_excluded, of all prompts together
 
     def judge(self, group: RolloutGroup) -> Judged:
         """What counts of a finished group."""
-        said = [score.components.get(self.reward_name) for score in group.scores]
+        said = [self._said(score) for score in group.scores]
         return Judged(
             sum(score is not None and score >= self.config.threshold for score in said),
             group.excluded,
             tuple(made for c in group.completions for made in c.made_by),
         )
+
+    def _said(self, score: Score) -> float | None:
+        """What decides whether a sample is correct; None: it is not."""
+        if self.reward_name is not None:
+            return score.components.get(self.reward_name)
+        return None if score.failed else score.reward
 
     def metrics(self, judged: Mapping[int, Judged], collectives: Collectives) -> dict[str, float]:
         """``eval/NAME/…``, or ``eval/…`` of the only set: of this rank's ``judged`` groups by

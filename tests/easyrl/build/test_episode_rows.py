@@ -43,6 +43,10 @@ def test_the_environment_rewards_and_is_one_reward(tmp_path: Path) -> None:
 def test_rewards_that_nobody_would_ask_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rewards: would not be asked"):
         load(tmp_path, "rewards=[{name: exact}]")
+
+
+def test_held_out_episodes_are_rewarded_by_their_environment(tmp_path: Path) -> None:
     held_out = "evaluation={data: {files: [test.jsonl]}, every_steps: 1}"
-    with pytest.raises(ConfigError, match="evaluation: has nothing to measure without rewards"):
-        load(tmp_path, held_out)
+    assert load(tmp_path, held_out).evaluation is not None
+    with pytest.raises(ConfigError, match="without rewards; add one, or environments"):
+        load(tmp_path, held_out, "environments=[]", "recipe.name=distillation")

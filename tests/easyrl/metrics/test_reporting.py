@@ -134,6 +134,26 @@ def test_evaluator_counts_correct_samples(stop):
     }
 
 
+def test_an_episode_is_correct_by_its_environments_reward(stop):
+    """One that failed is not, whatever the threshold."""
+    said = [(1.0, False), (0.4, False), (0.5, False), (0.0, True), (-1.0, False)]
+    scores = [Score(reward, {"game/exact": 0.0}, failed) for reward, failed in said]
+
+    class Episodes:
+        def produce(self, prompts, version):
+            groups = [
+                RolloutGroup(prompt, (), tuple(scores), version, 0.0, 0.0) for prompt in prompts
+            ]
+            return FakeStream(groups)
+
+    of = held_out(Episodes(), 2, num_samples=5, pass_at=(1,))
+    for threshold, accuracy in ((0.5, 0.4), (0.3, 0.6), (-0.5, 0.6), (-1.0, 0.8)):
+        config = of.config.model_copy(update={"threshold": threshold})
+        sets = [replace(of, reward_name=None, config=config)]
+        metrics = evaluator_of(sets, Collectives(Ranks.data_parallel(0, 1)), stop).evaluate("v")
+        assert metrics["eval/avg@5"] == metrics["eval/pass@1"] == pytest.approx(accuracy)
+
+
 class TimedRollouts(FakeRollouts):
     """The groups of prompts 0, 1, 2, … are scored at these times."""
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from easyrl.build.control import scored_function
 from easyrl.recipes import GRPO, TurnGRPO
 from easyrl.recipes.groups import trained_groups
 from easyrl.recipes.recipe import AdvantageInputs
@@ -111,3 +112,27 @@ def test_equal_outcomes_are_no_reason_to_replace_a_group_with_turn_rewards() -> 
     nothing = rewarded((1.0, 0.0), (1.0, 0.0), outcomes=(1.0, 1.0))
     assert recipe.accepts(nothing, run_settings()) == "all rewards are equal"
     assert not TurnGRPO().rejects
+
+
+@pytest.mark.parametrize("shuffle", [True, "across_prompts"])
+def test_a_control_has_the_rewards_of_turns_permuted_too(shuffle: bool | str) -> None:
+    """Each k-th turn's among the episodes that have one; over many prompts they credit nobody."""
+    scored = scored_function(shuffle, seed=3)  # type: ignore[arg-type]
+    of = rewarded(*REWARDS, outcomes=(1.0, 1.0, 1.0, 1.0))
+    sums = [np.zeros(len(own)) for own in REWARDS]
+    num_prompts = 600
+    for index in range(num_prompts):
+        made = scored(replace(of, prompt=replace(of.prompt, index=index)))
+        turns = [c.episode.turn_rewards for c in made.completions if c.episode is not None]
+        assert [len(own) for own in turns] == [3, 2, 4, 0]
+        for k in range(4):
+            before, after = ([own[k] for own in all_ if k < len(own)] for all_ in (REWARDS, turns))
+            assert sorted(before) == sorted(after)
+        for total, completion, values in zip(
+            sums, made.completions, advantages(TurnGRPO(), made), strict=True
+        ):
+            assert completion.episode is not None
+            total += [values[t.sampled] for t in completion.episode.turns[: len(total)]]
+    # standardised values: four standard errors of their mean
+    for total in sums:
+        assert np.abs(total / num_prompts).max(initial=0.0) < 4 / num_prompts**0.5

@@ -1,0 +1,1 @@
+"""The demo with a tool: products of numbers that only a calculator gets right."""
