@@ -372,6 +372,19 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class JournalledTurn:
+    """One turn as it is journalled, before anybody knows whether its episode comes to an end."""
+
+    key: Key  # of the prompt
+    sample: int  # number in its group
+    episode: str  # one start of it: the session's name
+    environment: str  # its name in the configuration
+    parent: int | None  # as a ``Turn``'s, among the turns of this start
+    prompt_ids: np.ndarray  # int32, what it was shown beyond its parent's tokens
+    completion: Completion  # what was sampled
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """The reward of one response and the parts it is the weighted sum of."""
 

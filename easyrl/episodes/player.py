@@ -7,16 +7,24 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from easyrl.config import SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed, HostDied
 from easyrl.episodes.session import Generate, Session, SessionLost
-from easyrl.episodes.turns import TurnRecord, episode_completion
+from easyrl.episodes.turns import TurnRecord, continued, episode_completion
 from easyrl.metrics.event_log import Record, ignore
-from easyrl.schema import Completion, Prompt
+from easyrl.schema import Completion, JournalledTurn, Prompt
 
 log = logging.getLogger(__name__)
+
+OnTurn = Callable[[JournalledTurn], object]
+
+
+def ignore_turn(turn: JournalledTurn) -> None:
+    """An ``OnTurn`` that keeps nothing."""
+
 
 MAX_STARTS = 3  # of an episode whose host, or the gateway, dies
 
@@ -78,11 +86,18 @@ class EpisodePlayer:
     num_restarts: int = field(default=0, init=False)
 
     async def play(
-        self, prompt: Prompt, number: int, sampling: SamplingConfig, seed: int, generate: Generate
+        self,
+        prompt: Prompt,
+        number: int,
+        sampling: SamplingConfig,
+        seed: int,
+        generate: Generate,
+        on_turn: OnTurn = ignore_turn,
     ) -> Completion:
         """The episode of sample ``number``. Raises what ``generate`` does, ``EpisodeFailed``.
 
         A rollout that fails behind its first turn is an episode with a ``failure`` and no reward.
+        ``on_turn`` is told of each turn before its answer goes out.
         """
         environment = self.environments[self.choose(prompt)]
         why = ""
@@ -95,6 +110,7 @@ class EpisodePlayer:
                 applies_stop_strings=self.applies_stop_strings(),
                 max_turns=environment.max_turns,
             )
+            session.on_turn = partial(_tell, on_turn, session, number, environment.name)
             try:
                 return await self._episode(environment, session)
             except (SessionLost, HostDied) as error:
@@ -165,3 +181,26 @@ class EpisodePlayer:
             components=dict(outcome.components),
             turn_rewards=given,
         )
+
+
+def _tell(
+    on_turn: OnTurn,
+    session: Session,
+    sample: int,
+    environment: str,
+    records: Sequence[TurnRecord],
+) -> None:
+    """Tells of the newest of ``records``."""
+    *earlier, turn = records
+    parent, known = continued(turn.prompt_ids, earlier)
+    on_turn(
+        JournalledTurn(
+            session.prompt.key,
+            sample,
+            session.id,
+            environment,
+            parent,
+            turn.prompt_ids[known:],
+            turn.completion,
+        )
+    )
