@@ -95,8 +95,8 @@ MAY_IMPORT = {
     " engines.megatron.layout engines.megatron.splittable engines.megatron.weights"
     " kernels.logprobs models.supported recipes",
     # the run
-    "samples": "schema engines.base episodes.branches metrics.batch_metrics runtime.schedule"
-    " runtime.whole_files",
+    "samples": "schema engines.base episodes.branches gateway.tool_calls metrics.batch_metrics"
+    " runtime.schedule runtime.whole_files",
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files"
     " runtime.streams samples.choice",
     "runtime": "schema config metrics.event_log",
