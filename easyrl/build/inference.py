@@ -72,6 +72,10 @@ class Inference:
     # keeps a turn of an episode that is to be trained, by the version that the batch asks for
     keep_turn: Callable[[str | None, JournalledTurn], object] | None = None
 
+    def episode_metrics(self) -> dict[str, float]:
+        """Of the episodes that have ended since the last call; from any thread."""
+        return {} if self.episodes is None else self.episodes.times.taken()
+
     def rollouts(self) -> RolloutGenerator:
         """A producer of training groups."""
         rollout = self.config.rollout

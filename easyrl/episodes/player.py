@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -13,9 +14,11 @@ from typing import Any, Protocol
 from easyrl.config import SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed, HostDied
 from easyrl.episodes.session import Generate, Session, SessionLost
+from easyrl.episodes.times import EpisodeTimes, ToolCall, tell_spans
 from easyrl.episodes.turns import TurnRecord, continued, episode_completion
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.schema import Completion, JournalledTurn, Prompt
+from easyrl.timeline.spans import AddSpan, ignore_span
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,8 @@ class Outcome(Protocol):
     def components(self) -> Mapping[str, float]: ...
     @property
     def turn_rewards(self) -> Sequence[float]: ...
+    @property
+    def tool_calls(self) -> Sequence[ToolCall]: ...
 
 
 class Environment(Protocol):
@@ -83,7 +88,9 @@ class EpisodePlayer:
     _: KW_ONLY
     applies_stop_strings: Callable[[], bool] = lambda: True  # all endpoints, now
     record: Record = ignore
+    span: AddSpan = ignore_span  # told of each episode, by its environment's name
     num_restarts: int = field(default=0, init=False)
+    times: EpisodeTimes = field(default_factory=EpisodeTimes, init=False)
 
     async def play(
         self,
@@ -112,7 +119,7 @@ class EpisodePlayer:
             )
             session.on_turn = partial(_tell, on_turn, session, number, environment.name)
             try:
-                return await self._episode(environment, session)
+                return await self._timed(environment, session, number)
             except (SessionLost, HostDied) as error:
                 why = str(error)
                 self.num_restarts += 1
@@ -126,7 +133,22 @@ class EpisodePlayer:
                 log.warning("%s; an episode of %s starts again", why, environment.name)
         raise EpisodeFailed(f"environment {environment.name}: {MAX_STARTS} times: {why}")
 
-    async def _episode(self, environment: Environment, session: Session) -> Completion:
+    async def _timed(self, environment: Environment, session: Session, number: int) -> Completion:
+        """An episode, told to the timeline however it ends."""
+        start_s, name = time.monotonic(), environment.name
+        calls: list[ToolCall] = []
+        try:
+            made = await self._episode(environment, session, calls)
+        finally:
+            whole = start_s, time.monotonic()
+            tell_spans(self.span, name, session, number, whole, calls)
+        self.times.add(name, made, session, whole, calls)
+        return made
+
+    async def _episode(
+        self, environment: Environment, session: Session, calls: list[ToolCall]
+    ) -> Completion:
+        """``calls``: filled with those of its tools."""
         try:
             async with self.gateway.serves(session) as url:
                 rollout = asyncio.ensure_future(
@@ -152,6 +174,8 @@ class EpisodePlayer:
             await session.close()
         if session.failed.done():  # while the last turns were sampled
             session.failed.result()
+        if rollout.exception() is None:
+            calls += rollout.result().tool_calls
         return self._completion(environment, session.records, rollout)
 
     def _completion(

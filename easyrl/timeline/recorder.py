@@ -11,7 +11,14 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from easyrl.timeline.folder import TimelineFolder
-from easyrl.timeline.spans import BatchSpans, Span, endpoint_lane, producer_lane, rank_lane
+from easyrl.timeline.spans import (
+    BatchSpans,
+    Span,
+    endpoint_lane,
+    environment_lane,
+    producer_lane,
+    rank_lane,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +84,12 @@ class SpanRecorder:
     def producer(self, name: str, start_s: float, end_s: float, **args: int | str) -> None:
         """What this rank's producer has done."""
         self._add(_Recorded(producer_lane(self.rank), name, start_s, end_s, args))
+
+    def environment(
+        self, environment: str, name: str, start_s: float, end_s: float, **args: int | str
+    ) -> None:
+        """What an environment has done for this rank."""
+        self._add(_Recorded(environment_lane(environment), name, start_s, end_s, args))
 
     def close(self) -> None:
         """Writes the open batch, up to its last phase, and waits until all is written."""

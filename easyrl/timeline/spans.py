@@ -17,13 +17,16 @@ def ignore_span(*told: str | float, **args: int | str) -> None:
 
 # Names of spans, beside the phases of a rank and the updates of an endpoint's weights:
 REQUEST, EVALUATION = "request", "evaluation"  # of an endpoint: for training, of an evaluation
+# Of an environment: a rollout, and when in it nothing was sampled; calls of tools are "tool NAME"
+EPISODE, ACTING = "episode", "environment"
 GROUP = "group"  # of a producer: a prompt, from its first request to its last score
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     """Work of one lane."""
 
-    lane: str  # "rank 0": the trainer's thread; "producer 0": its producer; "endpoint URL"
+    # "rank 0": the trainer's thread; "producer 0": its producer; "endpoint URL"; "environment NAME"
+    lane: str
     name: str
     start_s: float  # since the Unix epoch
     end_s: float
@@ -56,6 +59,10 @@ def endpoint_lane(url: str) -> str:
     return f"endpoint {url}"
 
 
+def environment_lane(name: str) -> str:
+    return f"environment {name}"
+
+
 def is_rank(lane: str) -> bool:
     return lane.startswith("rank ")
 
@@ -64,15 +71,19 @@ def is_endpoint(lane: str) -> bool:
     return lane.startswith("endpoint ")
 
 
+def is_environment(lane: str) -> bool:
+    return lane.startswith("environment ")
+
+
 def spans_of(batches: Iterable[BatchSpans]) -> list[Span]:
     """All that ``batches``, of whatever ranks, have."""
     return [span for each in batches for span in each.spans]
 
 
 def by_lane(spans: Sequence[Span]) -> dict[str, list[Span]]:
-    """The spans of each lane in order of their start; trainer, producer, endpoints."""
-    order = {"rank": 0, "producer": 1, "endpoint": 2}
+    """The spans of each lane by their start; trainer, producer, endpoints, environments."""
+    order = {"rank": 0, "producer": 1, "endpoint": 2, "environment": 3}
     lanes: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
         lanes.setdefault(span.lane, []).append(span)
-    return dict(sorted(lanes.items(), key=lambda item: (order.get(item[0].split()[0], 3), item[0])))
+    return dict(sorted(lanes.items(), key=lambda item: (order.get(item[0].split()[0], 4), item[0])))

@@ -35,7 +35,7 @@ WORDS = {
 
 
 def decode(token_ids: Sequence[int]) -> str:
-    return " ".join(WORDS[token] for token in token_ids)
+    return " ".join(WORDS.get(token, f"t{token}") for token in token_ids)
 
 
 def kept() -> SampledGroup:
