@@ -64,6 +64,10 @@ class RewardError(RuntimeError):
     """A reward could not be had, or a batch had none of it; names reward, cause and remedy."""
 
 
+class GatewayGone(RuntimeError):
+    """The gateway's process does not come up, so that no environment has a model to ask."""
+
+
 class StoppedByAlarm(RuntimeError):
     """A collapse alarm was raised and ``alarms.on_alarm`` is ``stop``."""
 

@@ -152,8 +152,9 @@ MAY_IMPORT = {
     " models.weight_files rewards.scorer runtime.user_code"
     " weight_sync.challenge weight_sync.store",
     "build": "schema config completion_check dataloaders doctor engines environments episodes"
-    " gateway.messages inference_client kernels.attention lab ledger memory_plan.remedies metrics"
-    " models recipes rewards runtime samples simulation.advice timeline trainer weight_sync",
+    " gateway.errors gateway.messages gateway.rendering inference_client kernels.attention lab"
+    " ledger memory_plan.remedies metrics models recipes rewards runtime samples simulation.advice"
+    " timeline trainer weight_sync",
     "arguments": "",
     "arguments.reference": "__main__ arguments commands.replay"
     " inference_client.servers.embedded.server",

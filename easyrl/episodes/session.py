@@ -150,7 +150,7 @@ class Session:
             raise TurnRefused(
                 BAD_REQUEST,
                 "stop: an endpoint of the run cannot apply stop strings; use stop_token_ids, or "
-                "vLLM servers with a tokenizer",
+                "servers with a tokenizer in their model's folder",
             )
         if max_tokens is not None and max_tokens < 1:
             raise TurnRefused(BAD_REQUEST, f"max_tokens is {max_tokens}, at least 1")

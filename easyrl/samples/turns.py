@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from easyrl.gateway.tool_calls import ToolCall, json_calls, tagged_calls
 from easyrl.samples.records import SampledResponse, SampledTurn
+from easyrl.schema import JournalledTurn
 
 Decode = Callable[[Sequence[int]], str]  # token ids → text, special tokens too
 
@@ -55,6 +56,26 @@ def shown_turns(response: SampledResponse, decode: Decode) -> Iterator[ShownTurn
         ]
         writer = "tool results" if is_answer else "environment"
         yield ShownTurn(turn, branches[-1], " | ".join(filter(None, parts)), writer)
+
+
+def unfinished_response(turns: Sequence[JournalledTurn]) -> SampledResponse:
+    """What an episode has come to that has not ended, from the journal; at least one turn."""
+    token_ids: list[int] = []
+    sampled = []
+    for turn in turns:
+        made, start = turn.completion, len(token_ids)
+        token_ids += [*turn.prompt_ids.tolist(), *made.token_ids.tolist()]
+        begins, end = start + len(turn.prompt_ids), len(token_ids)
+        sampled.append(
+            SampledTurn(start, begins, end, turn.parent, made.finish_reason, endpoint=made.endpoint)
+        )
+    last = turns[-1]
+    return SampledResponse(
+        token_ids,
+        last.completion.finish_reason,
+        turns=sampled,
+        environment=last.environment,
+    )
 
 
 def tool_calls(text: str) -> list[ToolCall]:

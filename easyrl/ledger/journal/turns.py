@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from easyrl.ledger.journal.codec import (
     CodecError,
+    GroupRecord,
     Header,
     StoredCompletion,
     StoredStruct,
@@ -28,7 +29,13 @@ from easyrl.ledger.journal.codec import (
     to_completion,
     to_stored,
 )
-from easyrl.ledger.journal.reading import JournalFile, batch_folder
+from easyrl.ledger.journal.reading import (
+    JournalFile,
+    batch_folder,
+    journal_files,
+    journalled_batches,
+    read_file,
+)
 from easyrl.ledger.journal.record_file import (
     DIGEST_BYTES,
     JournalError,
@@ -154,6 +161,26 @@ def read_episodes(file: JournalFile) -> dict[str, EpisodeTurns]:
         start = EpisodeTurns((*turn.key, turn.sample), turn.environment, [])
         episodes.setdefault(turn.episode, start).turns.append(turn)
     return episodes
+
+
+def unfinished_episodes(directory: Path) -> list[tuple[JournalFile, EpisodeTurns]]:
+    """The starts of episodes whose group is not in the journal: of its newest batch.
+
+    They are being played, or an attempt has ended before they did. Raises ``JournalError``.
+    """
+    batches = journalled_batches(directory)
+    v = batches[-1] if batches else 0
+    finished: dict[tuple[int, int], set[Key]] = {}
+    for file in journal_files(batch_folder(directory, v)):
+        records = (record for _, record in read_file(file, v)[1])
+        keys = {record.key for record in records if isinstance(record, GroupRecord)}
+        finished[file.attempt, file.rank] = keys
+    return [
+        (file, start)
+        for file in turn_files(directory, v)
+        for start in read_episodes(file).values()
+        if start.sample[:2] not in finished.get((file.attempt, file.rank), ())
+    ]
 
 
 def turn_digest(turn: JournalledTurn) -> bytes:
