@@ -30,29 +30,34 @@ pytestmark = pytest.mark.runs
 SAMPLES = 4  # of a group, as strict_command has it
 EPISODES = BATCH * SAMPLES  # of a batch
 HELD = 2  # batch in which episodes wait for the file "go", behind their first turn
-# The turns are those of a conversation; the second answer decides the reward.
-ROLLOUT = """
+# The turns are those of a conversation; the second answer decides the reward. Batches do not
+# overlap: who begins behind so many others is of a later one.
+ROLLOUT = f"""
 import asyncio
 import os
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+num_begun = 0
 
 
 async def rollout(client, prompt):
-    messages = [{"role": "user", "content": prompt.text}]
+    global num_begun
+    num_begun += 1
+    is_held = num_begun > {HELD * EPISODES}
+    messages = [dict(role="user", content=prompt.text)]
     for turn in range(2):
         answer = await client.chat.completions.create(model="policy", messages=messages)
         text = answer.choices[0].message.content or ""
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "7"}]
-        while turn == 0 and (FOLDER / "hold").exists() and not (FOLDER / "go").exists():
+        messages += [dict(role="assistant", content=text), dict(role="user", content="7")]
+        while turn == 0 and is_held and not (FOLDER / "go").exists():
             await asyncio.sleep(0.02)
     return sum(character in "02468" for character in text) / 12
 """
 
 
 class Episodes:
-    """A run of its own folder, whose environment can be held."""
+    """A run in a folder of its own, whose environment holds its last batch until it may go on."""
 
     def __init__(self, folder: Path, inputs: Inputs, url: str) -> None:
         folder.mkdir()
@@ -61,7 +66,7 @@ class Episodes:
         (folder / "game.py").write_text(ROLLOUT)
 
     def start(self, *options: str) -> MarkedRun:
-        environment = f"{{name: game, file: {self.folder / 'game.py'}, idle_timeout_s: 60}}"
+        environment = f"{{name: game, file: {self.folder / 'game.py'}, num_hosts: 1}}"
         settings = ("rewards=[]", f"environments=[{environment}]", "recipe.kl_coef=0.0")
         command = strict_command(self.run_dir, self._inputs, [self._url], *settings, *options)
         return MarkedRun(command, self.folder / "log")
@@ -78,9 +83,6 @@ class Episodes:
 
     def hold(self, run: MarkedRun) -> None:
         """Returns when batch ``HELD`` waits behind the first turn of all its episodes."""
-        folder = self.run_dir / "journal" / f"batch-{HELD - 1:06d}"
-        self.wait(run, folder.is_dir)
-        (self.folder / "hold").touch()
         self.wait(run, lambda: len(self.recorded(HELD)) == EPISODES)
 
     def go(self) -> None:
@@ -126,6 +128,7 @@ def url(inputs: Inputs) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def whole(inputs: Inputs, url: str) -> Episodes:
     run = Episodes(inputs.prompts.parent / "whole", inputs, url)
+    run.go()
     assert run.start().wait(120) == 0, run.log()[-4000:]
     return run
 
