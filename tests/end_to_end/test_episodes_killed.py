@@ -83,7 +83,8 @@ class Episodes:
 
     def hold(self, run: MarkedRun) -> None:
         """Returns when batch ``HELD`` waits behind the first turn of all its episodes."""
-        self.wait(run, lambda: len(self.recorded(HELD)) == EPISODES)
+        saved = self.run_dir / "checkpoints" / f"step-{HELD}"
+        self.wait(run, lambda: saved.is_dir() and len(self.recorded(HELD)) == EPISODES)
 
     def go(self) -> None:
         (self.folder / "go").touch()
