@@ -68,6 +68,7 @@ class Episodes:
     def start(self, *options: str) -> MarkedRun:
         environment = f"{{name: game, file: {self.folder / 'game.py'}, num_hosts: 1}}"
         settings = ("rewards=[]", f"environments=[{environment}]", "recipe.kl_coef=0.0")
+        settings += ("journal.keep=all",)
         command = strict_command(self.run_dir, self._inputs, [self._url], *settings, *options)
         return MarkedRun(command, self.folder / "log")
 

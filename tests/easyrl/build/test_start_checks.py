@@ -57,7 +57,8 @@ BROKEN = "{% for message in messages %}{{ message.content }}\n{% if %}"
 
 def with_environment(model: Path, **data: object) -> Config:
     made = config(model)
-    environment = EnvironmentConfig(name="game", file=Path("game.py"))
+    (model / "game.py").touch()
+    environment = EnvironmentConfig(name="game", file=model / "game.py")
     of_data = made.data.model_copy(update=data)
     return made.model_copy(update={"environments": [environment], "data": of_data})
 
