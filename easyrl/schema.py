@@ -64,6 +64,10 @@ class RewardError(RuntimeError):
     """A reward could not be had, or a batch had none of it; names reward, cause and remedy."""
 
 
+class GatewayGone(RuntimeError):
+    """The gateway's process does not come up, so that no environment has a model to ask."""
+
+
 class StoppedByAlarm(RuntimeError):
     """A collapse alarm was raised and ``alarms.on_alarm`` is ``stop``."""
 
@@ -369,6 +373,19 @@ class Completion:
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True)
+class JournalledTurn:
+    """One turn as it is journalled, before anybody knows whether its episode comes to an end."""
+
+    key: Key  # of the prompt
+    sample: int  # number in its group
+    episode: str  # one start of it: the session's name
+    environment: str  # its name in the configuration
+    parent: int | None  # as a ``Turn``'s, among the turns of this start
+    prompt_ids: np.ndarray  # int32, what it was shown beyond its parent's tokens
+    completion: Completion  # what was sampled
 
 
 @dataclass(frozen=True, slots=True)

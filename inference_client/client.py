@@ -101,6 +101,8 @@ class ServedModel:
     # i of n the seed of the request + i, and ours are unrelated.
     streams_samples: bool = False
     max_num_seqs: int | None = None  # sequences that it decodes at a time; vLLM does not tell
+    # False: it says that it has no tokenizer to find them with; vLLM does not tell
+    applies_stop_strings: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,7 @@ class EndpointClient:
             arithmetic=card.arithmetic,
             streams_samples=card.streams_samples,
             max_num_seqs=card.max_num_seqs,
+            applies_stop_strings=card.applies_stop_strings,
         )
 
     async def weight_version(self, timeout_s: float | None = None) -> str:
@@ -504,6 +507,7 @@ class _ModelCard(msgspec.Struct):
     arithmetic: Word | None = None
     streams_samples: bool = False
     max_num_seqs: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    applies_stop_strings: bool = True
 
 
 class _Models(msgspec.Struct):

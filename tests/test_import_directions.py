@@ -99,8 +99,8 @@ MAY_IMPORT = {
     " engines.megatron.layout engines.megatron.splittable engines.megatron.weights"
     " kernels.logprobs models.supported recipes",
     # the run
-    "samples": "schema engines.base episodes.branches metrics.batch_metrics runtime.schedule"
-    " runtime.whole_files",
+    "samples": "schema engines.base episodes.branches gateway.tool_calls metrics.batch_metrics"
+    " runtime.schedule runtime.whole_files",
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files"
     " runtime.streams samples.choice",
     "runtime": "schema config metrics.event_log",
@@ -156,8 +156,9 @@ MAY_IMPORT = {
     " models.weight_files rewards.scorer runtime.user_code"
     " weight_sync.challenge weight_sync.store",
     "build": "schema config completion_check dataloaders doctor engines environments episodes"
-    " gateway.messages inference_client kernels.attention lab ledger memory_plan.remedies metrics"
-    " models recipes rewards runtime samples simulation.advice timeline trainer weight_sync",
+    " gateway.errors gateway.messages gateway.rendering inference_client kernels.attention lab"
+    " ledger memory_plan.remedies metrics models recipes rewards runtime samples simulation.advice"
+    " timeline trainer weight_sync",
     "arguments": "",
     "arguments.reference": "__main__ arguments commands.replay"
     " inference_client.servers.embedded.server",

@@ -18,6 +18,7 @@ from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     BatchWithdrawn,
+    GatewayGone,
     NoEndpointServes,
     PeerOutage,
     RewardError,
@@ -72,7 +73,7 @@ def build_accumulator(
 
 def is_interruption(error: Exception) -> bool:
     """Whether the run ends for now with sound weights."""
-    ends = StopRequested | PeerOutage | BatchWithdrawn | NoEndpointServes
+    ends = StopRequested | PeerOutage | BatchWithdrawn | NoEndpointServes | GatewayGone
     rules = TooManyExcluded | StoppedByAlarm | RewardError | NothingAccepted
     return is_outage(error) or isinstance(error, ends | rules)
 

@@ -14,7 +14,7 @@ from easyrl.build.inference import Scoring
 from easyrl.build.run import OpenRun
 from easyrl.build.same_vocabulary import check_vocabularies
 from easyrl.build.steps import num_epochs
-from easyrl.build.tokenizer import load_tokenizer, read_tokenizer
+from easyrl.build.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
 from easyrl.build.trial import try_user_code
 from easyrl.completion_check import Vocabulary
 from easyrl.config import Config, ConfigError, DatasetConfig, EvaluationConfig, set_key
@@ -48,6 +48,7 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
     """
     config, evaluation = run.config, run.config.evaluation
     tokenizer = load_tokenizer(config)
+    check_chat_template(config, tokenizer)
     vocabulary = policy_vocabulary(config, tokenizer)
     check_vocabularies(config, tokenizer, read_tokenizer)
     seed = config.run.seed

@@ -13,7 +13,7 @@ from easyrl.build.row_settings import decide_row_settings
 from easyrl.build.run_length import describe_run
 from easyrl.build.same_vocabulary import check_vocabularies
 from easyrl.build.steps import total_steps
-from easyrl.build.tokenizer import load_tokenizer, read_tokenizer
+from easyrl.build.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
 from easyrl.build.trial import try_user_code
 from easyrl.completion_check import Vocabulary
 from easyrl.config import Config
@@ -105,6 +105,7 @@ class Diagnosis:
         """Tokenizer, prompts, arithmetic."""
         config = self._config
         self._tokenizer = load_tokenizer(config)
+        check_chat_template(config, self._tokenizer)
         self._vocabulary = policy_vocabulary(config, self._tokenizer)
         check_vocabularies(config, self._tokenizer, read_tokenizer)
         prompts = load_data(config.data, self._tokenizer, "data", config.run.seed)

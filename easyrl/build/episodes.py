@@ -14,13 +14,13 @@ from easyrl.environments.hosts import EnvironmentHosts
 from easyrl.environments.mixing import environment_of
 from easyrl.episodes.gateway_child import GatewayChild
 from easyrl.episodes.player import EpisodePlayer
-from easyrl.episodes.session import Generate, SessionLost
+from easyrl.episodes.session import Generate
 from easyrl.gateway.messages import Settings
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.runtime.loop_thread import LoopThread
-from easyrl.schema import Completion, Prompt
+from easyrl.schema import Completion, GatewayGone, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ def open_episodes(
     opened.callback(lambda: thread.run(gateway.close()))
     try:
         problem = thread.run(gateway.start())
-    except SessionLost as error:
-        raise ConfigError(f"environments: {error} (see its output above)") from error
+    except GatewayGone as error:
+        raise ConfigError(str(error)) from error
     if problem is not None:
         log.warning("environments: the chat template cannot continue a conversation: %s", problem)
     hosts = []
@@ -64,8 +64,8 @@ def open_episodes(
         gateway,
         hosts,
         choose,
-        applies_stop_strings=lambda: (
-            not any(each.served is not None and each.served.is_embedded for each in pool.endpoints)
+        applies_stop_strings=lambda: all(
+            each.served is None or each.served.applies_stop_strings for each in pool.endpoints
         ),
         record=record,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from easyrl.config import (
     SamplingConfig,
 )
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
-from easyrl.episodes.player import EpisodeFailed, EpisodePlayer
+from easyrl.episodes.player import EpisodeFailed, EpisodePlayer, OnTurn, ignore_turn
 from easyrl.episodes.scorer import EpisodeScorer
 from easyrl.inference_client.adapter_names import AdapterNames
 from easyrl.inference_client.api_keys import ApiKeys
@@ -47,7 +47,7 @@ from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.seeding import sample_seed
 from easyrl.runtime.stopping import StopRequest
 from easyrl.runtime.workers.worker_pool import WorkerPool
-from easyrl.schema import Completion, Prompt
+from easyrl.schema import Completion, JournalledTurn, Prompt
 from easyrl.timeline.spans import AddSpan, ignore_span
 from easyrl.trainer.evaluation import Evaluator
 from easyrl.trainer.held_out_set import HeldOutSet
@@ -69,6 +69,12 @@ class Inference:
     rewards_busy: BusyTime = field(default_factory=BusyTime)  # of training, not of evaluations
     span: AddSpan = ignore_span  # told what the producers that are made from then on do
     episodes: EpisodePlayer | None = None  # None: a sample is one response
+    # keeps a turn of an episode that is to be trained, by the version that the batch asks for
+    keep_turn: Callable[[str | None, JournalledTurn], object] | None = None
+
+    def episode_metrics(self) -> dict[str, float]:
+        """Of the episodes that have ended since the last call; from any thread."""
+        return {} if self.episodes is None else self.episodes.times.taken()
 
     def rollouts(self) -> RolloutGenerator:
         """A producer of training groups."""
@@ -133,6 +139,7 @@ class Inference:
         room: IdleRoom | None = None,
     ) -> RolloutGenerator:
         config, lengths = self.config, ExpectedLengths(sampling.max_tokens)
+        is_of_batch = room is None
 
         @asynccontextmanager
         async def begin_group(
@@ -150,9 +157,13 @@ class Inference:
                         num_samples=num_generations,
                         priority=priority if room is None else LAST,
                         sampling=sampling,
-                        is_of_batch=room is None,
+                        is_of_batch=is_of_batch,
                     )
                 )
+
+                on_turn: OnTurn = ignore_turn
+                if is_of_batch and self.keep_turn is not None:
+                    on_turn = partial(self.keep_turn, version)
 
                 async def sample(number: int) -> Completion:
                     seed = sample_seed(config.run.seed, prompt.epoch, prompt.index, number)
@@ -160,7 +171,9 @@ class Inference:
                         made = await self.pool.generate(prompt.token_ids, sampling, seed, place)
                     else:
                         generate = session_of(self.pool, place)
-                        made = await self.episodes.play(prompt, number, sampling, seed, generate)
+                        made = await self.episodes.play(
+                            prompt, number, sampling, seed, generate, on_turn
+                        )
                     lengths.saw(prompt.index, len(made.token_ids))
                     if leave is not None:
                         leave()

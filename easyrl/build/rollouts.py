@@ -39,6 +39,8 @@ def open_rollouts(
         RankCoordination(run.collectives),
     )
     run.opened.callback(rollouts.close)
+    if inference.episodes is not None:
+        inference.keep_turn = rollouts.add_turn
     confirmed = endpoints.weight_sync.confirmed
     confirmed.on_failed_proof = rollouts.withdraw
     confirmed.end_batch = rollouts.end_batch

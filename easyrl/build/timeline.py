@@ -45,6 +45,8 @@ class Timeline:
         if self.recorder is not None:
             inference.pool.span = self.recorder.endpoint
             inference.span = self.recorder.producer
+            if inference.episodes is not None:
+                inference.episodes.span = self.recorder.environment
 
     def seconds(self) -> Mapping[str, Callable[[], float]]:
         """What it takes, for ``StepReporter.seconds``."""

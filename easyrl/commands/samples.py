@@ -15,6 +15,8 @@ from easyrl.arguments.shared import RunDir
 from easyrl.runtime.run_files import CONFIG_FILE, file_of_run
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from easyrl.samples.folder import SampleFolder
     from easyrl.samples.records import SampledGroup
     from easyrl.samples.selection import Selection
@@ -41,6 +43,12 @@ def samples_command(
     follow: Annotated[
         bool, typer.Option("--follow", help="go on with each step that is written, until Ctrl-C")
     ] = False,
+    unfinished: Annotated[
+        bool,
+        typer.Option(
+            "--unfinished", help="turns of episodes that are being played, or were cut off"
+        ),
+    ] = False,
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="folder to decode with; default: the run's model.tokenizer"),
@@ -59,6 +67,9 @@ def samples_command(
         if follow and step is not None:
             raise ValueError("--follow shows steps that are yet to come; leave --step off")
         decode = _decoder(run_dir, tokenizer)
+        if unfinished:
+            _print_unfinished(run_dir, decode, console)
+            return
         folder = SampleFolder(run_dir)
         shown = _following(folder, selection) if follow else [selection.find(folder)]
         for groups in shown:
@@ -69,6 +80,29 @@ def samples_command(
     except (ValueError, OSError) as error:  # ConfigError among them
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+
+
+def _print_unfinished(
+    run_dir: Path, decode: Callable[[Sequence[int]], str], console: Console
+) -> None:
+    """Raises ``ValueError`` where there is none."""
+    from rich.text import Text
+
+    from easyrl.ledger.journal.turns import unfinished_episodes
+    from easyrl.ledger.traces import JOURNAL_FOLDER
+    from easyrl.samples.show import response_texts
+    from easyrl.samples.turns import unfinished_response
+
+    found = unfinished_episodes(run_dir / JOURNAL_FOLDER)
+    if not found:
+        raise ValueError(f"{run_dir}: no episode of the newest batch has a turn and no end")
+    for file, start in found:
+        (epoch, index, sample), response = start.sample, unfinished_response(start.turns)
+        head = f"sample {sample} of prompt {index} of epoch {epoch}"
+        told = f"attempt {file.attempt} | environment {start.environment}"
+        console.print(Text(f"---- {head} | {told} | {response.num_turns} turns"), soft_wrap=True)
+        for text, style in response_texts(response, decode):
+            console.print(Text(text, style=style), soft_wrap=True)
 
 
 def _following(folder: SampleFolder, selection: Selection) -> Iterator[list[SampledGroup]]:

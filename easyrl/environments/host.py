@@ -9,7 +9,9 @@ socket ``DESCRIPTOR``, or over standard input and output. In, the first line: ``
 Python's own; once that is answered by ``ready``: ``{"type": "start", "id", "base_url", "api_key",
 "model", "prompt", "seed"}`` and ``{"type": "cancel", "id"}``. Out: ``ready``, or ``failed`` without
 an id; for each start one of ``{"type": "done", "id", "reward", "components", "turn_rewards"}``,
-``{"type": "failed", "id", "error", "where", "traceback"}`` and ``{"type": "cancelled", "id"}``;
+``{"type": "failed", "id", "error", "where", "traceback"}`` and ``{"type": "cancelled", "id"}``,
+each with ``"tool_calls"``, the first ``MOST_TOOL_CALLS``: name, start and end in seconds of
+``time.monotonic``, which the machine's processes share, and whether it was an error;
 ``beat`` each second that the event loop is alive; ``{"type": "output", "text", "dropped"}``, what
 the environment has printed, at most ``OUTPUT_CHARACTERS`` each second.
 """
@@ -27,7 +29,7 @@ import signal
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ ERROR_CHARACTERS = 1000
 TRACEBACK_CHARACTERS = 16_000
 MOST_COMPONENTS = 256
 MOST_TURN_REWARDS = 100_000
+MOST_TOOL_CALLS = 10_000
 NAME_CHARACTERS = 200
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -49,6 +52,12 @@ class Session:
     base_url: str  # ends in /v1
     api_key: str
     model: str
+    tool_calls: list[tuple[str, float, float, bool]] = field(default_factory=list)
+
+    def add_tool_call(self, name: str, start_s: float, end_s: float, is_error: bool) -> None:
+        """Notes for the run's timeline what a tool took; seconds of ``time.monotonic``."""
+        if len(self.tool_calls) < MOST_TOOL_CALLS:
+            self.tool_calls.append((name[:NAME_CHARACTERS], start_s, end_s, is_error))
 
 
 @dataclass(frozen=True)
@@ -268,7 +277,7 @@ class Host:
         self._tasks.pop(number, None)
         self._cancelled.discard(number)
         self._say_output()  # what it has printed comes before what came of it
-        self._lines.send(**answer)
+        self._lines.send(**answer, tool_calls=session.tool_calls)
 
     async def _beat(self) -> None:
         while True:

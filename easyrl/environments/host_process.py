@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -26,6 +26,15 @@ MOST_LINE_BYTES = 2**23  # a host bounds what it says; more is no host of ours
 ALIVE_S = 5.0  # since the last beat
 
 
+class ToolCallTime(NamedTuple):
+    """What a tool took."""
+
+    name: str
+    start_s: float  # time.monotonic()
+    end_s: float
+    is_error: bool  # the model was told of one
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What an environment says of a rollout that has ended."""
@@ -33,6 +42,7 @@ class Outcome:
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)  # its metrics, by name
     turn_rewards: tuple[float, ...] = ()
+    tool_calls: tuple[ToolCallTime, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -178,7 +188,9 @@ class HostProcess(SupervisedChild):
             return  # it was over here: cancelled, or given up
         if message["type"] == "done":
             turns = tuple(message["turn_rewards"])
-            rollout.future.set_result(Outcome(message["reward"], message["components"], turns))
+            calls = tuple(ToolCallTime(*call) for call in message["tool_calls"])
+            outcome = Outcome(message["reward"], message["components"], turns, calls)
+            rollout.future.set_result(outcome)
         elif message["type"] == "failed":
             rollout.future.set_exception(self._failure(message))
         if self.is_retiring and not self.rollouts and self._why_killed is None:

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import json
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from easyrl.environments.client import Client, RequestFailed, ToolCall
 from easyrl.environments.tool_schema import BadArguments, FunctionSchema, as_tool
 
 MOST_RESULT_CHARACTERS = 20_000
+# name of a tool, start and end (time.monotonic), whether the model was told of an error
+OnCall = Callable[[str, float, float, bool], object]
 MOST_STUCK = 64  # threads of functions that did not end in their time
 
 
@@ -83,6 +86,9 @@ class Tools:
             raise ValueError(f"tools: two are called the same ({', '.join(names)}); rename one")
         self.schemas = [tool.schema for tool in tools]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._tools
+
     async def answer(self, call: ToolCall) -> tuple[str, bool]:
         """What the model is told of its call, and whether that is an error."""
         tool = self._tools.get(call.name)
@@ -132,8 +138,22 @@ async def tool_episode(
     tools: Tools,
     *,
     max_turns: int,
+    on_call: OnCall = lambda *told: None,
 ) -> EndedEpisode:
-    """Asks the model, answers its calls, those of one message at the same time, and asks again."""
+    """Asks the model, answers its calls, those of one message at the same time, and asks again.
+
+    ``on_call`` is told of each call of a tool that there is, when it has ended.
+    """
+
+    async def answer(call: ToolCall) -> tuple[str, bool]:
+        start_s, is_error = time.monotonic(), True
+        try:
+            said, is_error = await tools.answer(call)
+        finally:
+            if call.name in tools:
+                on_call(call.name, start_s, time.monotonic(), is_error)
+        return said, is_error
+
     history = [dict(message) for message in messages]
     text, ended, num_calls, num_errors = "", "length", 0, 0
     num_turns = 0
@@ -155,7 +175,7 @@ async def tool_episode(
         num_calls += len(calls)
         if num_turns == max_turns:  # nobody would read the answers
             break
-        answers = await asyncio.gather(*map(tools.answer, calls))
+        answers = await asyncio.gather(*map(answer, calls))
         for call, (said, is_error) in zip(calls, answers, strict=True):
             history.append({"role": "tool", "tool_call_id": call.id, "content": said})
             num_errors += is_error

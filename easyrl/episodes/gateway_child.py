@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +26,12 @@ from easyrl.gateway.messages import (
 )
 from easyrl.gateway.process import ENTRY
 from easyrl.runtime.workers.reporting_child import ReportingChild
+from easyrl.schema import GatewayGone
 
 log = logging.getLogger(__name__)
 
+MAX_STARTS = 3  # of a process that does not come up in mid-run
+RESTART_AFTER_S = 1.0
 SAMPLING_FIELDS = set(SamplingConfig.model_fields)
 
 
@@ -35,7 +39,8 @@ class GatewayChild(ReportingChild):
     """One gateway process at a time. Every method belongs to the producer's loop.
 
     What it asks for is sampled and recorded by the session here; only then is it answered. If the
-    process ends, its sessions are lost (``SessionLost``), and the next session starts another.
+    process ends, its sessions are lost (``SessionLost``), and the next session starts another: if
+    that does not come up, once more, ``MAX_STARTS`` times in all.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -43,12 +48,14 @@ class GatewayChild(ReportingChild):
         self._sessions: dict[str, Session] = {}
         self._ready: asyncio.Future[tuple[int, str | None]] | None = None  # of the process
         self._turns: set[asyncio.Task[None]] = set()
+        self._has_served = self._is_closed = False
+        self._num_failed_starts = 0  # one after another
 
     @asynccontextmanager
     async def serves(self, session: Session) -> AsyncIterator[str]:
         """Inside, ``session`` is open at the URL; it fails if the process ends (``SessionLost``).
 
-        Raises ``SessionLost`` if none comes up.
+        Raises ``GatewayGone`` if none comes up.
         """
         port, _ = await self._started()
         self._sessions[session.id] = session
@@ -63,7 +70,7 @@ class GatewayChild(ReportingChild):
     async def start(self) -> str | None:
         """Returns when it serves: why its chat template cannot continue sampled tokens exactly.
 
-        Raises ``SessionLost`` if it does not come up.
+        Raises ``GatewayGone`` if it does not come up.
         """
         _, problem = await self._started()
         return problem
@@ -78,6 +85,7 @@ class GatewayChild(ReportingChild):
         return encode(messages)
 
     async def close(self) -> None:
+        self._is_closed = True
         for turn in list(self._turns):
             turn.cancel()
         await super().close()
@@ -86,6 +94,7 @@ class GatewayChild(ReportingChild):
         super().on_message(payload)
         for request in decode_requests(payload):
             if isinstance(request, Ready):
+                self._has_served, self._num_failed_starts = True, 0
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result((request.port, request.template_problem))
                 continue
@@ -95,14 +104,34 @@ class GatewayChild(ReportingChild):
 
     def on_end(self, how: str) -> None:
         log.warning("the gateway's process ended: %s; %d episodes", how, len(self._sessions))
-        sessions, self._sessions = self._sessions, {}
-        ready, self._ready, self._outbox = self._ready, None, []
+        self._outbox = []
+        if self._ready is not None and not self._ready.done():
+            self._on_failed_start(self._ready, how)
+            return
+        sessions, self._sessions, self._ready = self._sessions, {}, None
         lost = SessionLost(f"the gateway's process ended: {how}")
         for session in sessions.values():
             session.fail(lost)
-        if ready is not None and not ready.done():
-            ready.set_exception(lost)
-            ready.exception()
+
+    def _on_failed_start(self, ready: asyncio.Future[Any], how: str) -> None:
+        """Tries again if it has served before; else whoever waits for ``ready`` is told."""
+        self._num_failed_starts += 1
+        if self._has_served and self._num_failed_starts < MAX_STARTS:
+            asyncio.get_running_loop().call_later(RESTART_AFTER_S, self._start_again)
+            return
+        times = f" {MAX_STARTS} times" if self._has_served else ""
+        self._ready, self._num_failed_starts = None, 0
+        ready.set_exception(
+            GatewayGone(
+                f"environments: the gateway's process could not be started{times}: {how}; what it "
+                "said stands above; it needs memory, a free port and model.tokenizer"
+            )
+        )
+        ready.exception()
+
+    def _start_again(self) -> None:
+        if not self._is_closed:
+            self.ensure_started()
 
     async def _turn(self, asked: Ask) -> None:
         session, child = self._sessions.get(asked.session), self.child

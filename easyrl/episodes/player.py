@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from easyrl.config import SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed, HostDied
 from easyrl.episodes.session import Generate, Session, SessionLost
-from easyrl.episodes.turns import TurnRecord, episode_completion
+from easyrl.episodes.times import EpisodeTimes, ToolCall, tell_spans
+from easyrl.episodes.turns import TurnRecord, continued, episode_completion
 from easyrl.metrics.event_log import Record, ignore
-from easyrl.schema import Completion, Prompt
+from easyrl.schema import Completion, JournalledTurn, Prompt
+from easyrl.timeline.spans import AddSpan, ignore_span
 
 log = logging.getLogger(__name__)
+
+OnTurn = Callable[[JournalledTurn], object]
+
+
+def ignore_turn(turn: JournalledTurn) -> None:
+    """An ``OnTurn`` that keeps nothing."""
+
 
 MAX_STARTS = 3  # of an episode whose host, or the gateway, dies
 
@@ -34,6 +45,8 @@ class Outcome(Protocol):
     def components(self) -> Mapping[str, float]: ...
     @property
     def turn_rewards(self) -> Sequence[float]: ...
+    @property
+    def tool_calls(self) -> Sequence[ToolCall]: ...
 
 
 class Environment(Protocol):
@@ -75,14 +88,23 @@ class EpisodePlayer:
     _: KW_ONLY
     applies_stop_strings: Callable[[], bool] = lambda: True  # all endpoints, now
     record: Record = ignore
+    span: AddSpan = ignore_span  # told of each episode, by its environment's name
     num_restarts: int = field(default=0, init=False)
+    times: EpisodeTimes = field(default_factory=EpisodeTimes, init=False)
 
     async def play(
-        self, prompt: Prompt, number: int, sampling: SamplingConfig, seed: int, generate: Generate
+        self,
+        prompt: Prompt,
+        number: int,
+        sampling: SamplingConfig,
+        seed: int,
+        generate: Generate,
+        on_turn: OnTurn = ignore_turn,
     ) -> Completion:
         """The episode of sample ``number``. Raises what ``generate`` does, ``EpisodeFailed``.
 
         A rollout that fails behind its first turn is an episode with a ``failure`` and no reward.
+        ``on_turn`` is told of each turn before its answer goes out.
         """
         environment = self.environments[self.choose(prompt)]
         why = ""
@@ -95,8 +117,9 @@ class EpisodePlayer:
                 applies_stop_strings=self.applies_stop_strings(),
                 max_turns=environment.max_turns,
             )
+            session.on_turn = partial(_tell, on_turn, session, number, environment.name)
             try:
-                return await self._episode(environment, session)
+                return await self._timed(environment, session, number)
             except (SessionLost, HostDied) as error:
                 why = str(error)
                 self.num_restarts += 1
@@ -110,7 +133,22 @@ class EpisodePlayer:
                 log.warning("%s; an episode of %s starts again", why, environment.name)
         raise EpisodeFailed(f"environment {environment.name}: {MAX_STARTS} times: {why}")
 
-    async def _episode(self, environment: Environment, session: Session) -> Completion:
+    async def _timed(self, environment: Environment, session: Session, number: int) -> Completion:
+        """An episode, told to the timeline however it ends."""
+        start_s, name = time.monotonic(), environment.name
+        calls: list[ToolCall] = []
+        try:
+            made = await self._episode(environment, session, calls)
+        finally:
+            whole = start_s, time.monotonic()
+            tell_spans(self.span, name, session, number, whole, calls)
+        self.times.add(name, made, session, whole, calls)
+        return made
+
+    async def _episode(
+        self, environment: Environment, session: Session, calls: list[ToolCall]
+    ) -> Completion:
+        """``calls``: filled with those of its tools."""
         try:
             async with self.gateway.serves(session) as url:
                 rollout = asyncio.ensure_future(
@@ -136,6 +174,8 @@ class EpisodePlayer:
             await session.close()
         if session.failed.done():  # while the last turns were sampled
             session.failed.result()
+        if rollout.exception() is None:
+            calls += rollout.result().tool_calls
         return self._completion(environment, session.records, rollout)
 
     def _completion(
@@ -165,3 +205,26 @@ class EpisodePlayer:
             components=dict(outcome.components),
             turn_rewards=given,
         )
+
+
+def _tell(
+    on_turn: OnTurn,
+    session: Session,
+    sample: int,
+    environment: str,
+    records: Sequence[TurnRecord],
+) -> None:
+    """Tells of the newest of ``records``."""
+    *earlier, turn = records
+    parent, known = continued(turn.prompt_ids, earlier)
+    on_turn(
+        JournalledTurn(
+            session.prompt.key,
+            sample,
+            session.id,
+            environment,
+            parent,
+            turn.prompt_ids[known:],
+            turn.completion,
+        )
+    )

@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
@@ -49,6 +49,8 @@ class Session:
     _: KW_ONLY
     applies_stop_strings: bool = True  # all endpoints do
     max_turns: int = 1000
+    # told of each turn before its answer goes out; what it raises is the run's
+    on_turn: Callable[[Sequence[TurnRecord]], object] = lambda records: None
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     key: str = field(default_factory=lambda: secrets.token_hex(16))  # of HTTP
     records: list[TurnRecord] = field(default_factory=list, init=False)
@@ -58,6 +60,8 @@ class Session:
         self._asked_s = time.monotonic()
         self._num_asked: Counter[bytes] = Counter()  # by digest of the prompt
         self._running: set[asyncio.Task[Completion]] = set()
+        self._sampling_since_s = 0.0
+        self.sampled_s: list[tuple[float, float]] = []  # when something was, time.monotonic()
         self._num_turns = 0
         self._is_open = True
 
@@ -92,6 +96,8 @@ class Session:
         if self._num_turns >= self.max_turns:
             raise TurnRefused(BAD_REQUEST, f"an episode has at most {self.max_turns} turns")
         self._num_turns += 1
+        if not self._running:
+            self._sampling_since_s = time.monotonic()
         task = asyncio.create_task(self._sample(prompt_ids, sampling))
         self._running.add(task)
         task.add_done_callback(self._ended)
@@ -107,6 +113,9 @@ class Session:
         seed = self._turn_seed(prompt_ids)
         try:
             completion = await self.generate(prompt_ids, sampling, seed)
+            # nothing is awaited between the two: their order is the records'
+            self.records.append(TurnRecord(prompt_ids, completion))
+            self.on_turn(self.records)
         except PromptTooLong as error:
             raise TurnRefused(BAD_REQUEST, f"context_length_exceeded: {error.reason}") from None
         except PromptRejected as error:
@@ -114,12 +123,13 @@ class Session:
         except Exception as error:  # the run's: the sample raises it
             self.fail(error)
             raise TurnRefused(UNAVAILABLE, f"the run is interrupted: {error}") from error
-        self.records.append(TurnRecord(prompt_ids, completion))
         return completion
 
     def _ended(self, task: asyncio.Task[Completion]) -> None:
         self._running.discard(task)
         self._asked_s = time.monotonic()
+        if not self._running:
+            self.sampled_s.append((self._sampling_since_s, self._asked_s))
         if not task.cancelled():
             task.exception()  # told to the client, if there is one
 
@@ -140,7 +150,7 @@ class Session:
             raise TurnRefused(
                 BAD_REQUEST,
                 "stop: an endpoint of the run cannot apply stop strings; use stop_token_ids, or "
-                "vLLM servers with a tokenizer",
+                "servers with a tokenizer in their model's folder",
             )
         if max_tokens is not None and max_tokens < 1:
             raise TurnRefused(BAD_REQUEST, f"max_tokens is {max_tokens}, at least 1")

@@ -18,10 +18,29 @@ class TurnRecord:
     completion: Completion  # what it sampled
 
     @property
-    def path(self) -> bytes:
-        """All of its tokens, int32."""
-        parts = (self.prompt_ids, self.completion.token_ids)
-        return b"".join(part.astype("<i4").tobytes() for part in parts)
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.completion.token_ids)
+
+    def begins(self, shown: np.ndarray) -> bool:
+        """Whether ``shown``, int32, begins with all of its tokens."""
+        num_shown = len(self.prompt_ids)
+        return (
+            self.num_tokens <= len(shown)
+            and np.array_equal(self.prompt_ids, shown[:num_shown])
+            and np.array_equal(self.completion.token_ids, shown[num_shown : self.num_tokens])
+        )
+
+
+def continued(shown: np.ndarray, records: Sequence[TurnRecord]) -> tuple[int | None, int]:
+    """The turn of ``records`` that a prompt continues, and how many tokens of it are that one's.
+
+    The longest whose tokens, prompt and answer, the prompt begins with; the newest of equal ones.
+    """
+    parent, known = None, 0
+    for number in reversed(range(len(records))):
+        if records[number].num_tokens > known and records[number].begins(shown):
+            parent, known = number, records[number].num_tokens
+    return parent, known
 
 
 def episode_completion(
@@ -35,25 +54,22 @@ def episode_completion(
 ) -> Completion:
     """The tree of ``records``, at least one, in the order in which they were recorded.
 
-    A turn whose prompt begins with another's tokens, prompt and answer, continues the longest such
-    path, the newest of equal ones. Any other prompt, of a history that was tokenised anew, cut or
-    begun by another agent, is a root: nothing is aligned.
+    A turn whose prompt begins with another's tokens continues it (``continued``). Any other prompt,
+    of a history that was tokenised anew, cut or begun by another agent, is a root: nothing is
+    aligned.
     """
     assert records
-    paths: list[bytes] = []
     turns: list[Turn] = []
     tokens: list[np.ndarray] = []
     at = 0
-    for record in records:
+    for number, record in enumerate(records):
         made = record.completion
-        shown = record.prompt_ids.astype("<i4").tobytes()
-        parent, known = _continued(shown, paths)
+        parent, known = continued(record.prompt_ids, records[:number])
         new = record.prompt_ids[known:]
         sampled = at + len(new)
         end = sampled + len(made.token_ids)
         turns.append(Turn(parent, at, sampled, end, made.finish_reason, made.endpoint, made.proof))
         tokens += [new, made.token_ids]
-        paths.append(record.path)
         at = end
     mask = np.zeros(at, dtype=bool)
     logprobs = np.zeros(at, dtype=np.float32)
@@ -78,12 +94,3 @@ def episode_completion(
             tuple(turns), environment, reward, dict(components or {}), turn_rewards, failure
         ),
     )
-
-
-def _continued(shown: bytes, paths: Sequence[bytes]) -> tuple[int | None, int]:
-    """The turn that a prompt continues, and how many tokens of it are that one's."""
-    parent, known = None, 0
-    for number, path in enumerate(paths):
-        if known <= len(path) <= len(shown) and shown.startswith(path):
-            parent, known = number, len(path)
-    return parent, known // 4

@@ -11,10 +11,17 @@ import numpy as np
 from easyrl.completion_check import completion_problem
 from easyrl.ledger.certificate.errors import CertificateError, located
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord
-from easyrl.ledger.journal.codec import CodecError, GroupRecord, to_group
+from easyrl.ledger.journal.codec import CodecError, GroupRecord, to_completion, to_group
 from easyrl.ledger.journal.earlier_attempts import Share, withdraw_untold
-from easyrl.ledger.journal.reading import batch_folder, journal_files, read_file
+from easyrl.ledger.journal.reading import JournalFile, batch_folder, journal_files, read_file
 from easyrl.ledger.journal.record_file import JournalError
+from easyrl.ledger.journal.turns import (
+    Sample,
+    read_turns,
+    trained_turns,
+    turn_digest,
+    turn_files,
+)
 from easyrl.ledger.traces import JOURNAL_FOLDER, refuse_missing_journal
 from easyrl.schema import Completion, Episode, GroupOutcome, Key, PolicyVersion, RolloutGroup
 
@@ -35,6 +42,8 @@ class JournalEvidence:
     num_episodes: int = 0  # of groups that were trained
     num_turns: int = 0
     num_branches: int = 0
+    num_episodes_without_turns: int = 0  # journalled one by one, as their attempt did
+    num_untrained_turns: int = 0  # journalled, of episodes that no trained group has
 
     def examine(self, record: BatchRecord) -> None:
         """Raises ``CertificateError`` naming prompt and file where the two differ."""
@@ -58,6 +67,7 @@ class JournalEvidence:
         shares: list[Share] = []
         others: dict[Key, tuple[str, str]] = {}  # not trained: digest and file
         try:
+            turns = TurnEvidence(folder.parent, record.batch)
             for file in journal_files(folder):
                 header, entries = read_file(file, record.batch)
                 shares.append(share := Share(file, header))
@@ -70,6 +80,7 @@ class JournalEvidence:
                         assert header is not None
                         with located(key=group.key, file=file.name):
                             self._compare(record, group, entry, header.weights)
+                            turns.examine(file, group, entry)
                     share.add(place, entry)
         except JournalError as error:
             raise CertificateError(str(error)) from error
@@ -79,6 +90,8 @@ class JournalEvidence:
                 raise _not_found(group, shares, others.get(key), f"journal/{folder.name}")
             with located(key=key, file=f"journal/{folder.name}"):
                 _refuse_other_ranks(group, shares)
+        self.num_episodes_without_turns += turns.num_missing
+        self.num_untrained_turns += turns.num_left
 
     def _compare(
         self, record: BatchRecord, group: GroupOutcome, entry: GroupRecord, weights: str
@@ -132,6 +145,54 @@ class JournalEvidence:
                     f"is {told} in certificate and journal, its recipe says: {replayed}"
                 )
         self.num_replayed += 1
+
+
+class TurnEvidence:
+    """Whether the turns of a batch's trained episodes were journalled as they were trained.
+
+    Of an episode all turns of one start, in their order, and no other: nothing that was sampled for
+    an episode and recorded is left out, nothing else is in it.
+    """
+
+    def __init__(self, directory: Path, batch: int) -> None:
+        """Raises ``JournalError`` where a file of turns is not as it was written."""
+        # by attempt and rank, then by sample: the digests of each start's turns
+        self._starts: dict[tuple[int, int], dict[Sample, list[list[bytes]]]] = {}
+        self.num_left = 0  # turns that no examined episode has
+        self.num_missing = 0  # trained episodes whose turns are not there, as is allowed
+        for file in turn_files(directory, batch):
+            own = self._starts.setdefault((file.attempt, file.rank), {})
+            by_start: dict[str, list[bytes]] = {}
+            for turn in read_turns(file):
+                if turn.episode not in by_start:
+                    by_start[turn.episode] = []
+                    own.setdefault((*turn.key, turn.sample), []).append(by_start[turn.episode])
+                by_start[turn.episode].append(turn_digest(turn))
+                self.num_left += 1
+
+    def examine(self, file: JournalFile, group: GroupOutcome, entry: GroupRecord) -> None:
+        """``entry``: the record of ``group`` in ``file``. Raises ``CertificateError``.
+
+        A group that an earlier attempt has left may have outlived its turns, which are on the disk
+        for certain when the batch is certified.
+        """
+        if not group.accepted:
+            return
+        starts = self._starts.get((file.attempt, file.rank))
+        for number, stored in enumerate(entry.completions):
+            if stored.episode is None:
+                continue
+            turns = trained_turns(to_completion(stored), group.key, number)
+            digests = [turn_digest(turn) for turn in turns]
+            if starts is not None and digests in starts.get((*group.key, number), []):
+                self.num_left -= len(digests)
+            elif starts is None or group.recovered:
+                self.num_missing += 1
+            else:
+                raise CertificateError(
+                    f"episode {number}: its {len(digests)} turns are not those that were "
+                    "journalled before their answers went out"
+                )
 
 
 def _refuse_other_ranks(group: GroupOutcome, shares: Sequence[Share]) -> None:

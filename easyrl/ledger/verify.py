@@ -44,6 +44,8 @@ class Verdict(CertificateVerdict):
     episodes: int = 0  # of trained groups whose samples are episodes
     turns: int = 0  # of them
     branches: int = 0
+    episodes_without_turns: int = 0  # whose turns were not journalled one by one
+    untrained_turns: int = 0  # journalled, of episodes that were cut off or not taken
     base_age: int | None = None  # batches for which a proof of the model below adapters stood
 
     @property
@@ -64,6 +66,15 @@ class Verdict(CertificateVerdict):
                 self.episodes,
                 f"{number(self.episodes, 'episode')} of {number(self.turns, 'turn')} in "
                 f"{number(self.branches, 'branch', 'branches')}",
+            ),
+            (
+                self.episodes_without_turns,
+                f"{self.episodes_without_turns} without journalled turns",
+            ),
+            (
+                self.untrained_turns,
+                f"{number(self.untrained_turns, 'journalled turn')} of episodes that were not "
+                "trained",
             ),
             (self.recovered, f"{self.recovered} recovered from the journal"),
             (self.discarded, f"{self.discarded} discarded and generated again"),
@@ -160,6 +171,8 @@ def _verify(
     verdict.decisions = evidence.num_replayed
     verdict.episodes, verdict.turns = evidence.num_episodes, evidence.num_turns
     verdict.branches = evidence.num_branches
+    verdict.episodes_without_turns = evidence.num_episodes_without_turns
+    verdict.untrained_turns = evidence.num_untrained_turns
     verdict.pruned, verdict.unjournalled = evidence.num_pruned, evidence.num_unjournalled
 
 

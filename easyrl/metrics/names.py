@@ -459,6 +459,32 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Environments ([episodes](environments.md))",
+        (
+            Metric(
+                "environment/<environment>/episodes",
+                "count",
+                "that ended since the report before, on the first rank, as are all of these",
+            ),
+            Metric("environment/<environment>/failures", "count", "of them, those that failed"),
+            Metric("environment/<environment>/turns", "count", "of an episode, mean"),
+            Metric("environment/<environment>/tokens", "tokens", "sampled for an episode, mean"),
+            Metric("environment/<environment>/episode_s", "s", "of an episode, mean"),
+            Metric(
+                "environment/<environment>/environment_s",
+                "s",
+                "of these, in which nothing was asked of the model: the environment, its tools",
+            ),
+            Metric("environment/<environment>/tool_calls", "count", "of an episode, mean"),
+            Metric(
+                "environment/<environment>/tool_failures",
+                "count",
+                "calls that the model was told an error of",
+            ),
+            Metric("environment/<environment>/tool_s", "s", "of a call, mean"),
+        ),
+    ),
+    Section(
         "Where a batch's time went ([timeline](timeline.md))",
         (
             Metric(

@@ -9,6 +9,7 @@ from easyrl.report.packing import packed
 from easyrl.samples.folder import SampleFolder
 from easyrl.samples.records import SampledGroup, SampledResponse
 from easyrl.samples.show import heading, readable, response_heading
+from easyrl.samples.turns import shown_turns
 
 MOST_TOKENS = 2000  # of a response
 # Of all that is shown: a page has to open, and each token is decoded alone. At least one step.
@@ -20,7 +21,8 @@ def shown_samples(folder: SampleFolder, decode: Decode) -> list[dict[str, Any]]:
     """Of the newest steps, the newest first, as many as a page bears: {"step", "groups"}.
 
     "groups", ``packed``: [{"heading", "prompt", "responses": [{"heading", "tokens", "advantages",
-    "logprobs", "differences", "left_out"}]}]; "left_out": tokens behind those that are shown.
+    "logprobs", "differences", "left_out", "turns"}]}]; "left_out": tokens behind those that are
+    shown; "turns", of an episode: [{"heading", "writer", "branch", "start", "sampled", "end"}].
     """
     shown: list[dict[str, Any]] = []
     num_tokens = 0
@@ -61,4 +63,16 @@ def _response(number: int, response: SampledResponse, decode: Decode) -> dict[st
         "logprobs": [None if p is None else round(p, 3) for p in response.logprobs[: len(shown)]],
         "differences": response.token_logprob_diffs[: len(shown)],
         "left_out": len(response.token_ids) - len(shown),
+        "turns": [
+            {
+                "heading": readable(turn.heading, lines=False),
+                "writer": turn.writer,
+                "branch": turn.branch,
+                "start": turn.turn.start,
+                "sampled": turn.turn.sampled,
+                "end": turn.turn.end,
+            }
+            for turn in shown_turns(response, decode)
+            if turn.turn.start < len(shown)
+        ],
     }

@@ -27,7 +27,7 @@ IRREPRODUCIBLE = (
     "batch/groups_recovered",
     "batch/look_ahead_tokens",
 )
-IRREPRODUCIBLE_PREFIXES = ("time/", "throughput/", "memory/")
+IRREPRODUCIBLE_PREFIXES = ("time/", "throughput/", "memory/", "environment/")
 
 
 def is_strict(config: Config) -> bool:

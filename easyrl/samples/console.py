@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from easyrl.runtime.schedule import Due
 from easyrl.samples.folder import SampleFolder
-from easyrl.samples.show import Decode, heading, readable, response_heading
+from easyrl.samples.show import Decode, heading, readable, response_heading, response_texts
 
 MOST_CHARACTERS = 1000  # of a text; the rest is for ``easyrl samples``
 
@@ -31,10 +31,12 @@ class ConsoleSample:
                 heading(group),
                 self._text(group.prompt_ids),
                 response_heading(0, response),
-                self._text(response.token_ids),
+                *(self._short(text) for text, _ in response_texts(response, self.decode)),
             ]
         )
 
     def _text(self, token_ids: list[int]) -> str:
-        text = readable(self.decode(token_ids))
+        return self._short(readable(self.decode(token_ids)))
+
+    def _short(self, text: str) -> str:
         return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ..."

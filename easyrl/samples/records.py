@@ -10,7 +10,19 @@ import numpy as np
 from easyrl.engines.base import ResponseDifference
 from easyrl.episodes.branches import tokens_by_part
 from easyrl.samples.choice import Why
-from easyrl.schema import Completion, SampleKey, TrainedGroup, TrainedResponse
+from easyrl.schema import Completion, Episode, SampleKey, TrainedGroup, TrainedResponse
+
+
+class SampledTurn(msgspec.Struct, omit_defaults=True, frozen=True):
+    """One turn of an episode: tokens [start, end) of the response, sampled from ``sampled`` on."""
+
+    start: int
+    sampled: int
+    end: int
+    parent: int | None = None  # number of the turn that it continues
+    finish_reason: str = "stop"
+    reward: float | None = None  # None: its environment gives turns none
+    endpoint: str = ""  # URL
 
 
 class SampledResponse(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -19,8 +31,9 @@ class SampledResponse(msgspec.Struct, omit_defaults=True, frozen=True):
     token_ids: list[int]
     finish_reason: str
     endpoint: str = ""
-    num_turns: int = 0  # of an episode, whose tokens are those of its turns one after another
-    num_branches: int = 0
+    turns: list[SampledTurn] = []  # of an episode, whose tokens are theirs one after another
+    environment: str = ""  # of an episode
+    failure: str = ""  # why its environment has not come to its end
     reward: float | None = None  # None: it was not scored
     components: dict[str, float | None] = {}  # by reward name, unweighted
     reward_failed: bool = False
@@ -36,6 +49,15 @@ class SampledResponse(msgspec.Struct, omit_defaults=True, frozen=True):
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.turns)
+
+    @property
+    def num_branches(self) -> int:
+        """Turns that no other one continues."""
+        return len(self.turns) - len({turn.parent for turn in self.turns} - {None})
 
 
 class SampledGroup(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -97,6 +119,23 @@ def sampled_group(
     )
 
 
+def sampled_turns(episode: Episode) -> list[SampledTurn]:
+    """The turns of an episode, each with its reward if there are any."""
+    rewards: Sequence[float | None] = episode.turn_rewards or [None] * len(episode.turns)
+    return [
+        SampledTurn(
+            turn.start,
+            turn.sampled,
+            turn.end,
+            turn.parent,
+            turn.finish_reason,
+            reward,
+            turn.endpoint,
+        )
+        for turn, reward in zip(episode.turns, rewards, strict=True)
+    ]
+
+
 def encode(groups: Sequence[SampledGroup]) -> bytes:
     """A line for each."""
     return msgspec.json.Encoder().encode_lines(groups)
@@ -134,8 +173,9 @@ def _response(
         token_ids=completion.token_ids.tolist(),
         finish_reason=completion.finish_reason,
         endpoint=completion.endpoint,
-        num_turns=0 if episode is None else len(episode.turns),
-        num_branches=0 if episode is None else episode.num_branches,
+        turns=[] if episode is None else sampled_turns(episode),
+        environment="" if episode is None else valid(episode.environment),
+        failure="" if episode is None else valid(episode.failure or ""),
         reward=None if score is None else float(score.reward),
         components={valid(name): float(value) for name, value in parts.items()},
         reward_failed=score is not None and score.failed,

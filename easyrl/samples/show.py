@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from easyrl.samples.records import SampledGroup, SampledResponse
-
-Decode = Callable[[Sequence[int]], str]  # token ids → text, special tokens too
+from easyrl.samples.turns import Decode, shown_turns
 
 LEAST_WIDTH = 44  # columns of a response beside another one
 
@@ -24,7 +23,7 @@ def print_group(group: SampledGroup, decode: Decode, console: Console) -> None:
     print_plain = console.file.write
     print_plain(f"==== {heading(group)}\n{readable(decode(group.prompt_ids))}\n")
     for number, response in enumerate(group.responses):
-        text = readable(decode(response.token_ids))
+        text = "\n".join(text for text, _ in response_texts(response, decode))
         print_plain(f"---- {response_heading(number, response)}\n{text}\n")
     console.file.flush()
 
@@ -61,12 +60,33 @@ def response_heading(number: int, response: SampledResponse) -> str:
         _advantage(response),
         f"\u0394 log-prob {'not compared' if difference is None else f'{difference:+.1e}'}",
         f"{len(response.token_ids)} tokens",
+        f"environment {response.environment}" if response.environment else "",
         f"{response.num_turns} turns in {response.num_branches} branches"
         if response.num_turns
         else "",
+        f"failed: {response.failure}" if response.failure else "",
         "truncated" if response.truncated else "",
     ]
     return readable(" | ".join(filter(None, parts)), lines=False)
+
+
+def response_texts(response: SampledResponse, decode: Decode) -> Iterator[tuple[str, str]]:
+    """A response's text, and how it is shown; of an episode several: a line on each turn ("bold"),
+    what was written to it ("dim"), and what it sampled."""
+    if not response.turns:
+        yield readable(decode(response.token_ids)), ""
+    for shown in shown_turns(response, decode):
+        turn = shown.turn
+        indent = "  " if shown.branch else ""  # all but the first branch
+        yield readable(f"{indent}-- {shown.heading}", lines=False), "bold"
+        if turn.sampled > turn.start:
+            written = decode(response.token_ids[turn.start : turn.sampled])
+            yield _told(f"{indent}[{shown.writer}] ", written), "dim"
+        yield _told(f"{indent}[model] ", decode(response.token_ids[turn.sampled : turn.end])), ""
+
+
+def _told(by: str, text: str) -> str:
+    return by + readable(text)
 
 
 def readable(text: str, *, lines: bool = True) -> str:
@@ -97,7 +117,7 @@ def _boxes(group: SampledGroup, decode: Decode, width: int) -> RenderableType:
         Panel(
             Group(
                 Text(response_heading(number, response), style="bold"),
-                Text(readable(decode(response.token_ids))),
+                *(Text(text, style=style) for text, style in response_texts(response, decode)),
             )
         )
         for number, response in enumerate(group.responses)

@@ -7,7 +7,8 @@ from typing import Any
 
 from easyrl.runtime.schedule import Due
 from easyrl.samples.folder import SampleFolder
-from easyrl.samples.show import Decode
+from easyrl.samples.records import SampledResponse
+from easyrl.samples.show import Decode, response_texts
 
 COLUMNS = (
     "step",
@@ -23,6 +24,9 @@ COLUMNS = (
     "logprob diff",
     "tokens",
     "truncated",
+    "environment",
+    "turns",
+    "failure",
 )
 
 
@@ -44,12 +48,21 @@ class SampleTable:
             for number, response in enumerate(group.responses):
                 own = [
                     number,
-                    self.decode(response.token_ids),
+                    self._text(response),
                     response.reward,
                     response.advantage,
                     response.logprob_diff,
                     len(response.token_ids),
                     response.truncated,
+                    response.environment,
+                    response.num_turns,
+                    response.failure,
                 ]
                 rows.append([*of_group, *own])
         return rows
+
+    def _text(self, response: SampledResponse) -> str:
+        """Of an episode turn by turn."""
+        if not response.turns:
+            return self.decode(response.token_ids)
+        return "\n".join(text for text, _ in response_texts(response, self.decode))

@@ -15,12 +15,14 @@ from typing import NamedTuple
 import msgspec
 
 from easyrl.timeline.spans import (
+    ACTING,
     EVALUATION,
     REQUEST,
     BatchSpans,
     Span,
     by_lane,
     is_endpoint,
+    is_environment,
     is_rank,
     rank_lane,
     spans_of,
@@ -34,8 +36,9 @@ GENERATING = "generating"  # training's requests run, and more of them are to co
 TAIL = "tail"  # ... and no more come in this batch: places stay empty
 BORDER = "idle: border"  # nothing has been asked of it yet in this batch
 BETWEEN = "idle: nothing sent"  # between requests
+ENVIRONMENTS = "idle: environments"  # nothing runs, and an episode's environment is at work
 TRAINING = "idle: training"  # all is answered, and the trainer is not done
-IDLE = frozenset({BORDER, BETWEEN, TRAINING})
+IDLE = frozenset({BORDER, BETWEEN, ENVIRONMENTS, TRAINING})
 _UPDATES = ("probe", "push", "proof", "canary")  # of an endpoint's weights, what goes first first
 _PHASE_NAMES = {"other": UNEXPLAINED}
 
@@ -81,6 +84,7 @@ def account(of_ranks: Sequence[BatchSpans]) -> list[LaneAccount]:
         (span.end_s for span in spans if is_rank(span.lane) and span.name in ("train", "step")),
         default=whole.end_s,
     )
+    acting = _together(s for s in spans if is_environment(s.lane) and s.name == ACTING)
     accounts = []
     for lane, of_lane in by_lane(spans).items():
         if is_rank(lane):
@@ -88,7 +92,7 @@ def account(of_ranks: Sequence[BatchSpans]) -> list[LaneAccount]:
             causes = _of_rank(of_lane, window)
         elif is_endpoint(lane):
             window = whole
-            causes = _of_endpoint(of_lane, whole, trained_s)
+            causes = _of_endpoint([*of_lane, *acting], whole, trained_s)
         else:
             continue
         seconds = window.end_s - window.start_s
@@ -136,6 +140,8 @@ def _of_endpoint(spans: Sequence[Span], window: _Window, trained_s: float) -> di
             cause = update
         elif running[EVALUATION]:
             cause = EVALUATION
+        elif running[ACTING]:
+            cause = ENVIRONMENTS
         elif end_s <= first_s:
             cause = BORDER
         elif end_s <= done_s:
@@ -144,6 +150,18 @@ def _of_endpoint(spans: Sequence[Span], window: _Window, trained_s: float) -> di
             cause = TRAINING if end_s <= trained_s else BORDER
         causes[cause] += end_s - start_s
     return dict(causes)
+
+
+def _together(spans: Iterable[Span]) -> list[Span]:
+    """The times in which one of ``spans`` runs, each once."""
+    times: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.start_s):
+        if times and span.start_s <= times[-1].end_s:
+            end_s = max(times[-1].end_s, span.end_s)
+            times[-1] = Span(span.lane, span.name, times[-1].start_s, end_s)
+        else:
+            times.append(span)
+    return times
 
 
 def _moments(

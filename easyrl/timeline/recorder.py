@@ -15,6 +15,7 @@ from easyrl.timeline.spans import (
     BatchSpans,
     Span,
     endpoint_lane,
+    environment_lane,
     models_lane,
     producer_lane,
     rank_lane,
@@ -90,6 +91,12 @@ class SpanRecorder:
     def producer(self, name: str, start_s: float, end_s: float, **args: int | str) -> None:
         """What this rank's producer has done."""
         self._add(_Recorded(producer_lane(self.rank), name, start_s, end_s, args))
+
+    def environment(
+        self, environment: str, name: str, start_s: float, end_s: float, **args: int | str
+    ) -> None:
+        """What an environment has done for this rank."""
+        self._add(_Recorded(environment_lane(environment), name, start_s, end_s, args))
 
     def close(self) -> None:
         """Writes the open batch, up to its last phase, and waits until all is written."""

@@ -17,6 +17,8 @@ def ignore_span(*told: str | float, **args: int | str) -> None:
 
 # Names of spans, beside the phases of a rank and the updates of an endpoint's weights:
 REQUEST, EVALUATION = "request", "evaluation"  # of an endpoint: for training, of an evaluation
+# Of an environment: a rollout, and when in it nothing was sampled; calls of tools are "tool NAME"
+EPISODE, ACTING = "episode", "environment"
 GROUP = "group"  # of a producer: a prompt, from its first request to its last score
 
 
@@ -24,7 +26,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     """Work of one lane."""
 
     # "rank 0": the trainer's thread; "models 0": what it runs of its models, inside its phases;
-    # "producer 0": its producer; "endpoint URL"
+    # "producer 0": its producer; "endpoint URL"; "environment NAME"
     lane: str
     name: str
     start_s: float  # since the Unix epoch
@@ -62,6 +64,10 @@ def endpoint_lane(url: str) -> str:
     return f"endpoint {url}"
 
 
+def environment_lane(name: str) -> str:
+    return f"environment {name}"
+
+
 def is_rank(lane: str) -> bool:
     return lane.startswith("rank ")
 
@@ -74,14 +80,19 @@ def is_endpoint(lane: str) -> bool:
     return lane.startswith("endpoint ")
 
 
+def is_environment(lane: str) -> bool:
+    return lane.startswith("environment ")
+
+
 def spans_of(batches: Iterable[BatchSpans]) -> list[Span]:
     """All that ``batches``, of whatever ranks, have."""
     return [span for each in batches for span in each.spans]
 
 
 def by_lane(spans: Sequence[Span]) -> dict[str, list[Span]]:
-    """The spans of each lane in order of their start; trainer, its models, producer, endpoints."""
-    order = {"rank": 0, "models": 1, "producer": 2, "endpoint": 3}
+    """The spans of each lane by their start; trainer, its models, producer, endpoints,
+    environments."""
+    order = {"rank": 0, "models": 1, "producer": 2, "endpoint": 3, "environment": 4}
     lanes: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
         lanes.setdefault(span.lane, []).append(span)

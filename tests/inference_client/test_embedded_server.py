@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from easyrl.inference_client.client import WorkerProof
+from easyrl.inference_client.client import EndpointClient, WorkerProof
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
 from easyrl.inference_client.servers.embedded.server import main, start_site
@@ -120,6 +120,30 @@ async def test_generate_has_the_shape_of_vllm(model_dir: Path) -> None:
         (choice,) = reply["choices"]
         assert choice["logprobs"] is None
         assert len(choice["token_ids"]) == 253  # what the model's length leaves, as vLLM
+
+
+async def test_stop_strings_end_a_response_of_the_token_route(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    async with serving(model_dir) as (http, url, _):
+        _, reply = await post(http, "/inference/v1/generate", generate_body())
+        free = reply["choices"][0]["token_ids"]
+        text = "".join(LETTERS[token] for token in free if token != EOS)
+        stop = text[3:5]
+        async with aiohttp.ClientSession() as session:
+            assert (await EndpointClient(url, session).served_model()).applies_stop_strings
+        _, reply = await post(http, "/inference/v1/generate", generate_body(stop=[stop]))
+        (cut,) = reply["choices"]
+        assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+        assert cut["token_ids"] == free[: text.index(stop) + 2] != free
+    for file in model_dir.iterdir():
+        if "token" not in file.name:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    async with serving(tmp_path) as (http, url, _):
+        async with aiohttp.ClientSession() as session:
+            assert not (await EndpointClient(url, session).served_model()).applies_stop_strings
+        status, reply = await post(http, "/inference/v1/generate", generate_body(stop=[stop]))
+        assert status == 400 and "stop strings need a tokenizer" in reply["error"]["message"]
 
 
 async def test_top_logprobs_list_the_sampled_token_first(model_dir: Path) -> None:

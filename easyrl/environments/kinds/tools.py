@@ -27,7 +27,11 @@ class ToolLoop:
     async def rollout(self, session: Any, prompt: Any) -> dict[str, Any]:
         client = self._connections.client(session.base_url, session.api_key, session.model)
         ended = await tool_episode(
-            client, prompt.messages, self._tools, max_turns=self._config.max_turns
+            client,
+            prompt.messages,
+            self._tools,
+            max_turns=self._config.max_turns,
+            on_call=session.add_tool_call,
         )
         reward, components = await self._rewards.of(prompt, ended.text)
         return {"reward": reward, "components": components | ended.components}

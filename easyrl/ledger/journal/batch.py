@@ -52,8 +52,9 @@ from easyrl.ledger.journal.record_file import (
     RecordWriter,
     read_record,
 )
+from easyrl.ledger.journal.turns import TurnJournal, turns_file_name
 from easyrl.metrics.event_log import Record, ignore
-from easyrl.schema import BatchWithdrawn, Key, Prompt, RolloutGroup, ServedWeights
+from easyrl.schema import BatchWithdrawn, JournalledTurn, Key, Prompt, RolloutGroup, ServedWeights
 
 PRUNED = ".gone"  # suffix of a batch that is being removed
 DAMAGED = ".damaged"  # suffix of a file that is kept for people only
@@ -85,6 +86,8 @@ class BatchJournal:
         self._drains = earlier.drains
         path = folder / file_name(served.version.attempt, journal.rank)
         self._own = Share(JournalFile(served.version.attempt, journal.rank, path))
+        turns = turns_file_name(served.version.attempt, journal.rank)
+        self._turns = TurnJournal(folder / turns, self._header)
         self._lock = threading.Lock()
         self._writer: RecordWriter | None = None
         self._in_doubt: list[tuple[str, int]] = []  # endpoint and proof, withdrawn since it began
@@ -157,6 +160,10 @@ class BatchJournal:
             self._append(encode(told))
         return handed
 
+    def add_turn(self, turn: JournalledTurn) -> None:
+        """Journals a turn of an episode that is being played. Raises ``JournalError``."""
+        self._turns.add(turn)
+
     def withdraw(self, endpoint: str, proof: int) -> int:
         """Drops the groups with a completion that ``endpoint`` made since its ``proof``.
 
@@ -214,8 +221,11 @@ class BatchJournal:
 
         Raises ``JournalError``, also for an earlier call that had failed.
         """
+        if self._journal.fsync == "never":
+            return
+        self._turns.sync()  # a group that is certified has its turns
         with self._lock:
-            if self._writer is not None and self._journal.fsync != "never":
+            if self._writer is not None:
                 self._writer.sync()
 
     def close(self) -> None:
@@ -224,6 +234,7 @@ class BatchJournal:
             if self._writer is not None and not self._closed:
                 self._writer.close()
             self._closed = True
+        self._turns.close()
 
     def _refuse_withdrawn(self, made_by: MadeBy, restart: int | None) -> None:
         """Raises ``BatchWithdrawn`` for a group that comes too late."""
@@ -243,9 +254,12 @@ class BatchJournal:
     def _open_writer(self) -> RecordWriter:
         if self._writer is None:  # here and not before: making files takes long
             self._writer = RecordWriter(self._own.file.path, durable=self._journal.fsync != "never")
-            header = Header(self.served.digest, self._journal.settings, str(self.served.version))
-            self._writer.append(encode(header))
+            self._writer.append(encode(self._header))
         return self._writer
+
+    @property
+    def _header(self) -> Header:
+        return Header(self.served.digest, self._journal.settings, str(self.served.version))
 
 
 class Production:

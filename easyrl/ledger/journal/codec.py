@@ -32,11 +32,11 @@ class CodecError(ValueError):
     """A payload has not the shape of what was asked for."""
 
 
-class _Struct(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    pass
+class StoredStruct(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What a record is made of."""
 
 
-class Header(_Struct):
+class Header(StoredStruct):
     """The first record of a file: what all of its groups are made by."""
 
     weights: str
@@ -44,7 +44,9 @@ class Header(_Struct):
     version: str  # run:attempt:v
 
 
-class _Completion(_Struct):
+class StoredCompletion(StoredStruct):
+    """A completion as a record has it."""
+
     token_ids: bytes  # int32 [R]
     logprobs: bytes  # float32 [R]
     loss_mask: bytes  # bool [R]
@@ -55,19 +57,19 @@ class _Completion(_Struct):
     episode: Episode | None = None
 
 
-class _Score(_Struct):
+class _Score(StoredStruct):
     reward: float
     components: dict[str, float]
     failed: bool
 
 
-class GroupRecord(_Struct):
+class GroupRecord(StoredStruct):
     """One finished group, without its prompt's text and answer."""
 
     epoch: int
     index: int
     prompt_token_ids: bytes  # int32 [P]
-    completions: list[_Completion]
+    completions: list[StoredCompletion]
     scores: list[_Score]
     position: int  # of its prompt in the batch
     excluded: Exclusion | None
@@ -101,11 +103,11 @@ class GroupRecord(_Struct):
 
     def prompt(self) -> Prompt:
         """The prompt as far as the record has it: without text, answer and metadata."""
-        token_ids = _int32(self.prompt_token_ids)
+        token_ids = int32(self.prompt_token_ids)
         return Prompt(index=self.index, token_ids=token_ids, text="", answer=None, epoch=self.epoch)
 
 
-class DrainRecord(_Struct):
+class DrainRecord(StoredStruct):
     """What the trainer drained from the queue at once: groups of any attempt, in this order."""
 
     keys: list[Key]
@@ -118,7 +120,7 @@ class DrainRecord(_Struct):
     kind: Literal["drain"] = "drain"
 
 
-class WithdrawalRecord(_Struct):
+class WithdrawalRecord(StoredStruct):
     """Completions that an endpoint made since a proof that it later failed to repeat, or all."""
 
     endpoint: str  # URL
@@ -127,7 +129,7 @@ class WithdrawalRecord(_Struct):
     kind: Literal["withdrawal"] = "withdrawal"
 
 
-class HandoverRecord(_Struct):
+class HandoverRecord(StoredStruct):
     """This rank trains a group that another one has drawn and journalled (``balance.py``)."""
 
     key: Key
@@ -137,7 +139,7 @@ class HandoverRecord(_Struct):
     kind: Literal["handover"] = "handover"
 
 
-class HandedGroup(_Struct):
+class HandedGroup(StoredStruct):
     """A journalled group on its way to the rank that trains it."""
 
     rank: int  # that drew it
@@ -155,19 +157,7 @@ def to_record(group: RolloutGroup, weights: str) -> GroupRecord:
         group.prompt.epoch,
         group.prompt.index,
         token_bytes(group.prompt),
-        [
-            _Completion(
-                completion.token_ids.astype("<i4").tobytes(),
-                completion.logprobs.astype("<f4").tobytes(),
-                completion.loss_mask.astype(bool).tobytes(),
-                completion.finish_reason,
-                [(span.version, span.start, span.end) for span in completion.version_spans],
-                completion.endpoint,
-                completion.proof,
-                completion.episode,
-            )
-            for completion in group.completions
-        ],
+        [to_stored(completion) for completion in group.completions],
         [
             _Score(
                 float(score.reward),
@@ -181,6 +171,20 @@ def to_record(group: RolloutGroup, weights: str) -> GroupRecord:
         group.rejected,
         weights,
         group.policy_version,
+    )
+
+
+def to_stored(completion: Completion) -> StoredCompletion:
+    """``completion`` for a record."""
+    return StoredCompletion(
+        completion.token_ids.astype("<i4").tobytes(),
+        completion.logprobs.astype("<f4").tobytes(),
+        completion.loss_mask.astype(bool).tobytes(),
+        completion.finish_reason,
+        [(span.version, span.start, span.end) for span in completion.version_spans],
+        completion.endpoint,
+        completion.proof,
+        completion.episode,
     )
 
 
@@ -224,7 +228,7 @@ def to_group(
     dispatched_s, completed_s = times_s or (time.monotonic(), time.monotonic())
     return RolloutGroup(
         prompt=prompt,
-        completions=tuple(_completion(completion) for completion in record.completions),
+        completions=tuple(to_completion(completion) for completion in record.completions),
         scores=tuple(Score(s.reward, s.components, s.failed) for s in record.scores),
         policy_version=record.version,
         dispatched_s=dispatched_s,
@@ -240,7 +244,7 @@ def group_problem(record: GroupRecord, limits: CompletionLimits) -> str | None:
     """Which of its responses cannot be trained, and why; None if all can."""
     for number, stored in enumerate(record.completions):
         try:
-            problem = completion_problem(_completion(stored), limits)
+            problem = completion_problem(to_completion(stored), limits)
         except CodecError as error:
             problem = str(error)
         if problem is not None:
@@ -262,12 +266,13 @@ _WITHDRAWAL_END = encode("withdrawal")
 _HANDOVER_END = encode("handover")
 
 
-def _completion(stored: _Completion) -> Completion:
+def to_completion(stored: StoredCompletion) -> Completion:
+    """Inverse of ``to_stored``. Raises ``CodecError`` if its arrays differ in length."""
     num_tokens = len(stored.loss_mask)
     if len(stored.token_ids) != 4 * num_tokens or len(stored.logprobs) != 4 * num_tokens:
         raise CodecError("tokens, log-probabilities and mask of a response differ in length")
     return Completion(
-        token_ids=_int32(stored.token_ids),
+        token_ids=int32(stored.token_ids),
         logprobs=np.frombuffer(stored.logprobs, "<f4").astype(np.float32),
         finish_reason=stored.finish_reason,
         version_spans=tuple(VersionSpan(*span) for span in stored.version_spans),
@@ -278,8 +283,8 @@ def _completion(stored: _Completion) -> Completion:
     )
 
 
-def _int32(data: bytes) -> np.ndarray:
-    """A writable copy."""
+def int32(data: bytes) -> np.ndarray:
+    """The tokens of a record; a writable copy. Raises ``CodecError``."""
     if len(data) % 4:
         raise CodecError(f"{len(data)} bytes are not int32 tokens")
     return np.frombuffer(data, "<i4").astype(np.int32)

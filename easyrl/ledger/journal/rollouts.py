@@ -23,6 +23,7 @@ from easyrl.runtime.ranks import Ranks
 from easyrl.schema import (
     ExcludedPrompt,
     Exclusion,
+    JournalledTurn,
     Key,
     Prompt,
     ServedWeights,
@@ -80,6 +81,15 @@ class JournalledRollouts:
     # endpoint → proof, since the batch began or the one before has ended
     _doubted: dict[str, int] = field(default_factory=dict, init=False)
     _excluded: dict[str, str] = field(default_factory=dict, init=False)  # endpoint → reason
+
+    def add_turn(self, version: str | None, turn: JournalledTurn) -> None:
+        """Journals a turn that was asked of ``version``, if that is the open batch's.
+
+        On the producer's loop; raises ``JournalError``.
+        """
+        batch = self._batch
+        if batch is not None and str(batch.served.version) == version:
+            batch.add_turn(turn)
 
     def withdraw_endpoints(self, problems: Mapping[str, str]) -> None:
         """Takes back all that endpoints have made for the open batch, also in earlier attempts.

@@ -189,6 +189,7 @@ class EmbeddedServer:
             "arithmetic": self._engine.arithmetic,
             "streams_samples": True,
             "max_num_seqs": self._engine.max_num_seqs,
+            "applies_stop_strings": self._engine.tokenizer is not None,
         }
         return json_response({"object": "list", "data": [card]})
 

@@ -14,10 +14,10 @@ from easyrl.build.data import require_known_tokens
 from easyrl.build.endpoints import require_weight_routes
 from easyrl.build.inference import Inference, Scoring, open_inference
 from easyrl.build.servers import start_servers
-from easyrl.build.tokenizer import load_tokenizer
+from easyrl.build.tokenizer import check_chat_template, load_tokenizer
 from easyrl.build.trial import try_attention
 from easyrl.completion_check import Vocabulary
-from easyrl.config import Config, ConfigError
+from easyrl.config import Config, ConfigError, EnvironmentConfig
 from easyrl.config.file import validate_config
 from easyrl.inference_client.errors import EndpointUnavailable, RequestRejected
 from easyrl.runtime.loop_thread import LoopThread
@@ -50,6 +50,39 @@ def test_a_tokenizer_that_is_cut_off(tmp_path):
     (tmp_path / "tokenizer.json").write_text(text[:500])
     with pytest.raises(ConfigError, match=r"model\.tokenizer: .* cannot be read \(.*; give a fold"):
         load_tokenizer(config(tmp_path))
+
+
+BROKEN = "{% for message in messages %}{{ message.content }}\n{% if %}"
+
+
+def with_environment(model: Path, **data: object) -> Config:
+    made = config(model)
+    (model / "game.py").touch()
+    environment = EnvironmentConfig(name="game", file=model / "game.py")
+    of_data = made.data.model_copy(update=data)
+    return made.model_copy(update={"environments": [environment], "data": of_data})
+
+
+def test_a_chat_template_that_is_no_template(tmp_path):
+    """Environments' chats are rendered in another process: it is found before that is started."""
+    tokenizer = tiny_tokenizer(BROKEN)
+    check_chat_template(config(tmp_path), tokenizer)  # nobody chats
+    with pytest.raises(
+        ConfigError, match=r"model\.tokenizer: .* is not Jinja \(its line 2: .*data\.ch"
+    ):
+        check_chat_template(with_environment(tmp_path), tokenizer)
+    own = tmp_path / "own.jinja"
+    own.write_text(BROKEN)
+    with pytest.raises(ConfigError, match=r"data\.chat_template: .*own\.jinja is not Jinja"):
+        check_chat_template(with_environment(tmp_path, chat_template=own), tiny_tokenizer())
+    own.write_text("{{ messages[0].content }}")
+    check_chat_template(with_environment(tmp_path, chat_template=own), tokenizer)
+    check_chat_template(with_environment(tmp_path), tiny_tokenizer(None))  # the token route is left
+
+
+def test_a_template_that_refuses_a_chat_is_none_of_a_mistake(tmp_path):
+    refusing = "{{ raise_exception('a system message is needed') }}"
+    check_chat_template(with_environment(tmp_path), tiny_tokenizer(refusing))
 
 
 def test_token_ids_beyond_the_embedding(tmp_path):

@@ -410,6 +410,7 @@ def test_the_protocol_by_hand(tmp_path: Path) -> None:
             "reward": 4.0,
             "components": {},
             "turn_rewards": [],
+            "tool_calls": [],
         }
         process.stdin.close()
         assert process.wait(10) == 0

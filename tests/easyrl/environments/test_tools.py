@@ -317,6 +317,34 @@ async def test_a_tool_environment_and_its_rewards(tmp_path: Path) -> None:
     assert [tool["function"]["name"] for tool in chat.bodies[0]["tools"]] == ["root"]
 
 
+SLOW_TOOLS = '''
+    import time
+
+    def nap(seconds: float) -> str:
+        """Sleeps."""
+        if seconds < 0:
+            raise ValueError("no")
+        time.sleep(seconds)
+        return "done"
+'''
+
+
+async def test_a_host_says_what_each_call_of_a_tool_took(tmp_path: Path) -> None:
+    asked = [("nap", '{"seconds": 0.2}'), ("nap", '{"seconds": -1}'), ("unknown", "{}")]
+    answers = iter([calls(*asked), says("4")])
+    config = environment(tmp_path)
+    written(tmp_path, SLOW_TOOLS, "tools.py")
+    before_s = time.monotonic()
+    async with ScriptedChat(lambda _: next(answers)) as chat, running(config) as hosts:
+        outcome = await rollout(hosts, chat, prompt(answer="4"))
+    failed, slept = sorted(outcome.tool_calls, key=lambda call: call.end_s - call.start_s)
+    assert (slept.name, slept.is_error, failed.name, failed.is_error) == ("nap", False, "nap", True)
+    assert 0.2 <= slept.end_s - slept.start_s < 2.0  # a sleep, on a busy machine
+    assert failed.end_s - failed.start_s < 0.2
+    assert before_s < slept.start_s < slept.end_s < time.monotonic()  # by the same clock
+    assert outcome.components["tool_errors"] == 2.0  # the unknown one took nothing
+
+
 @pytest.mark.parametrize(
     ("source", "keys", "says_so"),
     [

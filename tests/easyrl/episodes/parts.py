@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from easyrl.config import SamplingConfig
+from easyrl.environments.host_process import ToolCallTime
 from easyrl.episodes.session import Session
 from easyrl.schema import Completion, Prompt, VersionSpan
 
@@ -75,6 +76,7 @@ class Said:
     reward: float
     components: dict[str, float] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()
+    tool_calls: tuple[ToolCallTime, ...] = ()
 
 
 Rollout = Callable[[Session, Prompt], Awaitable[Said]]

@@ -46,7 +46,7 @@ def _stamped(rng: np.random.Generator, version: str) -> Completion:
 def test_episodes_turns_and_branches_are_counted(tmp_path: Path, monkeypatch) -> None:
     assert trained(tmp_path, monkeypatch) == (
         "on-policy: 3 batches, 12 groups trained, 24 episodes of 168 turns in 120 branches, "
-        "complete"
+        "24 without journalled turns, complete"
     )
 
 

@@ -18,7 +18,7 @@ from easyrl.report.curves import MOST_CURVES, charts_of, curve_of, downsampled
 from easyrl.report.packing import unpacked
 from easyrl.report.page import render
 from easyrl.samples.folder import SampleFolder
-from easyrl.samples.records import SampledGroup, SampledResponse
+from easyrl.samples.records import SampledGroup, SampledResponse, SampledTurn
 from easyrl.timeline.accounting import account
 from easyrl.timeline.folder import TimelineFolder
 from easyrl.timeline.spans import Span
@@ -75,6 +75,44 @@ def test_all_that_a_run_has_is_there(run_dir: Path) -> None:
     assert first["tokens"][0] == "t1" and first["advantages"] == [0.5, 0.5, 0.5]
     assert first["logprobs"] == [-0.1, None, -2.0]
     assert second["advantages"] == [None, -0.5]
+
+
+def with_an_episode(run_dir: Path) -> None:
+    """Step 31: a turn, its answer by a tool, and a branch that begins anew."""
+    turns = [SampledTurn(0, 1, 2), SampledTurn(2, 3, 4, 0), SampledTurn(4, 5, 6)]
+    response = SampledResponse(
+        [10, 11, 12, 13, 14, 15],
+        "stop",
+        reward=1.0,
+        advantage=0.5,
+        token_advantages=[None, 0.5, None, 0.5, None, 0.5],
+        turns=turns,
+        environment="tools",
+    )
+    group = SampledGroup(31, 0, 8, 3, "r:0:30", "drawn", [10], [response])
+    SampleFolder(run_dir).write(31, 0, 1, [group])
+
+
+def calling(config):
+    """Token 11 is a tool call."""
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    return lambda token_ids: " ".join(call if t == 11 else f"t{t}" for t in token_ids)
+
+
+def test_an_episode_is_shown_by_its_turns(run_dir: Path) -> None:
+    with_an_episode(run_dir)
+    report = collect(run_dir, lambda run: Verdict("sound", ""), calling)
+    (response,) = unpacked(report.samples[0]["groups"])[0]["responses"]
+    assert [(t["start"], t["sampled"], t["end"]) for t in response["turns"]] == [
+        *((0, 1, 2), (2, 3, 4), (4, 5, 6))
+    ]
+    assert [(t["writer"], t["branch"]) for t in response["turns"]] == [
+        *(("environment", 0), ("tool results", 0), ("environment", 1))
+    ]
+    assert "calls add({})" in response["turns"][0]["heading"]
+    assert "environment tools | 3 turns in 2 branches" in response["heading"]
+    (plain, _) = unpacked(report.samples[1]["groups"])[0]["responses"]
+    assert plain["turns"] == []
 
 
 def test_what_is_missing_is_told(run_dir: Path) -> None:

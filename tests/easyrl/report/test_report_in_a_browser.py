@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parts.browser import missing_browser, opened_page
+from easyrl.report.collect import Verdict, collect
 from easyrl.report.page import FILE, render
-from tests.easyrl.report.test_report_data import EVIL, found, run_dir  # noqa: F401
+from tests.easyrl.report.test_report_data import (
+    EVIL,
+    calling,
+    found,
+    run_dir,  # noqa: F401
+    with_an_episode,
+)
 
 pytestmark = [
     pytest.mark.browser,
@@ -32,6 +39,22 @@ def test_a_report_opens_and_switches_batches(run_dir: Path) -> None:  # noqa: F8
         assert "Reward" in "".join(page.text_of("[data-chart='0'] .gtitle"))
         tokens = page.text_of("#samples .token")
         assert tokens[1] == EVIL  # as text
+        assert page.problems() == []
+
+
+def test_an_episode_has_its_turns(run_dir: Path) -> None:  # noqa: F811
+    with_an_episode(run_dir)
+    report = collect(run_dir, lambda run: Verdict("sound", ""), calling)
+    (run_dir / FILE).write_text(render(report))
+    with opened_page(run_dir / FILE) as page:
+        page.wait_for_batch()
+        headings = page.text_of("#samples .turn > .faint")
+        assert [heading.split(" |")[0] for heading in headings] == [
+            *("turn 0", "turn 1, continues turn 0", "turn 2, a new beginning")
+        ]
+        assert page.text_of("#samples .written.tools") == ["t12"]
+        assert page.text_of("#samples .turn.aside .sampled") == ["t15"]
+        assert page.text_of("#samples .sampled")[1] == "t13"
         assert page.problems() == []
 
 

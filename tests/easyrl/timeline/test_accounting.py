@@ -51,6 +51,23 @@ def test_an_endpoint_generates_has_a_tail_and_waits_for_the_trainer() -> None:
     )
 
 
+def test_an_endpoint_without_requests_while_an_environment_acts_waits_for_that() -> None:
+    acting = [
+        Span("environment game", "environment", 4.2, 4.5),
+        Span("environment game", "environment", 4.4, 4.8),  # another episode's, beside it
+        Span("environment game", "environment", 1.0, 1.5),  # while others generate
+        Span("environment game", "tool add", 4.2, 4.3),
+        Span("environment game", "episode", 0.5, 6.0),
+    ]
+    found = accounts_of([*TRAINER, *ENDPOINTS, *acting])
+    assert set(found) == {"rank 0", A, B}
+    causes = found[A].causes
+    assert causes["idle: environments"] == pytest.approx(0.6)
+    assert causes["idle: nothing sent"] == pytest.approx(0.4)
+    assert causes["generating"] == pytest.approx(3.5)
+    assert sum(causes.values()) == pytest.approx(10.0)
+
+
 def test_a_probe_goes_before_the_push_inside_it_and_requests_before_all() -> None:
     spans = [
         *TRAINER,

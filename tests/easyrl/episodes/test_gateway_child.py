@@ -1,0 +1,62 @@
+"""The gateway's process: started again where it dies, and an end where it does not come up."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from easyrl.config import SamplingConfig
+from easyrl.episodes import gateway_child
+from easyrl.episodes.gateway_child import GatewayChild
+from easyrl.episodes.session import Session, SessionLost
+from easyrl.gateway.messages import Settings
+from easyrl.schema import GatewayGone, Prompt
+from tests.easyrl.episodes.parts import IDS, Endpoint
+from tests.easyrl.gateway.gateway_parts import chat_tokenizer
+
+
+def session() -> Session:
+    return Session(Prompt(0, IDS, "q", None), SamplingConfig(max_tokens=4), 7, Endpoint())
+
+
+async def killed(gateway: GatewayChild) -> None:
+    """Returns when its session is lost."""
+    lost = session()
+    async with gateway.serves(lost):
+        assert gateway.child is not None
+        os.kill(gateway.child.process.pid, signal.SIGKILL)
+        with pytest.raises(SessionLost, match="the gateway's process ended"):
+            await lost.failed
+
+
+async def test_one_that_does_not_come_up_again_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_child, "RESTART_AFTER_S", 0.05)
+    folder = tmp_path / "tokenizer"
+    chat_tokenizer().save_pretrained(folder)
+    gateway = GatewayChild(Settings(str(folder)))
+    try:
+        assert await gateway.start() is None
+        await killed(gateway)
+        async with gateway.serves(session()) as url:  # it comes up again
+            assert url.startswith("http://127.0.0.1:")
+        folder.rename(tmp_path / "elsewhere")
+        await killed(gateway)
+        with pytest.raises(GatewayGone, match="could not be started 3 times: exit code 1.*token"):
+            async with gateway.serves(session()):
+                raise AssertionError
+    finally:
+        await gateway.close()
+
+
+async def test_one_that_never_served_is_not_tried_again(tmp_path: Path) -> None:
+    gateway = GatewayChild(Settings(str(tmp_path / "nothing")))
+    try:
+        with pytest.raises(GatewayGone, match="could not be started: exit code 1"):
+            await gateway.start()
+    finally:
+        await gateway.close()
