@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
-from easyrl.config import SamplingConfig
+from easyrl.config import HistoryMode, SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed, HostDied
 from easyrl.episodes.session import Generate, Session, SessionLost
 from easyrl.episodes.turns import TurnRecord, episode_completion
@@ -43,6 +43,8 @@ class Environment(Protocol):
     def name(self) -> str: ...
     @property
     def max_turns(self) -> int: ...
+    @property
+    def history(self) -> HistoryMode: ...
 
     async def run(
         self,
@@ -94,6 +96,7 @@ class EpisodePlayer:
                 generate,
                 applies_stop_strings=self.applies_stop_strings(),
                 max_turns=environment.max_turns,
+                history=environment.history,
             )
             try:
                 return await self._episode(environment, session)

@@ -1,0 +1,338 @@
+"""Whole runs with agents that do what makes trainers train other tokens than were sampled.
+
+What was trained is compared with the endpoint's own log, which a proxy before it has written:
+every sampled token, with all that stood before it, is trained once, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from easyrl.build.recipe import group_functions
+from easyrl.config.file import load_config
+from easyrl.inference_client.servers.managed.launch import (
+    EmbeddedServerProcess,
+    VllmServerProcess,
+)
+from easyrl.ledger.journal.reading import read_batch
+from easyrl.ledger.verify import verify
+from easyrl.schema import Completion, MicroBatch, RolloutGroup
+from tests.end_to_end.exactness import agents
+from tests.end_to_end.exactness.agents import Behaviour
+from tests.end_to_end.exactness.endpoint_log import (
+    LoggedTurn,
+    RecordingProxy,
+    recorded_turns,
+    sampled_tokens,
+    trained_tokens,
+)
+from tests.end_to_end.exactness.model import QUESTIONS, odd_ids, write_model
+from tests.end_to_end.trainer_run import run_trainer, trainer_command
+from tests.vllm_environment import VLLM_PYTHON
+
+STEPS, SAMPLES = 2, 2
+HOLD_S = 3 * agents.PATIENCE_S
+MAX_MODEL_LEN = 1024
+# Numbers of the turns that turns continue, in the order in which they were asked for.
+TREES: dict[Behaviour, list[int | None]] = {
+    "retokenised": [None, 0, None, None, None, 4, None],
+    "compacted": [None, 0, None, 2],
+    "reasoned": [None, 0, 1],
+    "as_template": [None, None, 1],
+    "tools": [None, 0],
+    "sub_agent": [None, None, 0, 1, 2],  # of two at a time in any order
+    "forked": [None, 0, 0],
+    "retried": [None, None, 1],
+    "hung_up": [None, None, None, None],
+    "streamed": [None, 0],
+    "stopped": [None, 0, 1],
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended, and what its endpoint was asked for."""
+
+    folder: Path
+    server: str
+    tokenizer: PreTrainedTokenizerBase
+    log: list[LoggedTurn]
+    groups: list[RolloutGroup]  # from the journal
+    rows: list[MicroBatch]  # as the trainer packs them
+
+    def episodes(self, behaviour: Behaviour) -> list[Completion]:
+        number = list(QUESTIONS).index(behaviour)
+        return [
+            completion
+            for group in self.groups
+            if group.prompt.index % len(QUESTIONS) == number
+            for completion in group.completions
+        ]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("embedded", marks=pytest.mark.runs),
+        pytest.param("vllm", marks=pytest.mark.vllm),
+    ],
+)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp(f"exactness-{request.param}")
+    model = write_model(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    length = ["--max-model-len", str(MAX_MODEL_LEN)]
+    if request.param == "vllm":
+        started: Any = VllmServerProcess(model, Path(VLLM_PYTHON), length)
+    else:
+        started = EmbeddedServerProcess(model, ["--num-threads", "1", *length])
+    with started as server:
+        slow = tokenizer.encode(QUESTIONS["hung_up"], add_special_tokens=False)
+        proxy = RecordingProxy(server.url, slow, HOLD_S)
+        try:
+            prompts = write_records(folder / "prompts.jsonl", model / "tokenizer.json")
+            command = trainer_command(folder / "run", model, prompts, [proxy.url], *options())
+            run_trainer(command, timeout_s=400.0)
+        finally:
+            proxy.close()
+    groups = [g for v in range(STEPS) for g in read_batch(folder / "run" / "journal", v)]
+    config = load_config(folder / "run" / "config.yaml")
+    functions = group_functions(config)
+    rows = functions.pack(functions.trained(groups, [], []))
+    yield Run(folder / "run", request.param, tokenizer, proxy.log, groups, rows)
+
+
+def write_records(path: Path, tokenizer: Path) -> Path:
+    """Each behaviour once for each step."""
+    environments = {"retokenised": "ids", "as_template": "as_template"}
+    records = [
+        {
+            "prompt": question,
+            "behaviour": behaviour,
+            "environment": environments.get(behaviour, "agents"),
+            "tokenizer": str(tokenizer),
+        }
+        for _ in range(STEPS)
+        for behaviour, question in QUESTIONS.items()
+    ]
+    path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
+    return path
+
+
+def options() -> list[str]:
+    file = agents.__file__
+    environments = [
+        f"{{name: agents, file: {file}}}",
+        f"{{name: as_template, file: {file}, history: as_template}}",
+        f"{{name: ids, file: {file}, function: retokenised}}",
+    ]
+    return [
+        "rewards=[]",
+        f"environments=[{', '.join(environments)}]",
+        "data.max_prompt_tokens=64",
+        *(f"trainer.batch_size={len(QUESTIONS)}", f"trainer.max_steps={STEPS}"),
+        *(f"rollout.num_generations={SAMPLES}", "rollout.max_tokens=160"),
+        # what these sample is not trained
+        *("weight_sync.probe=false", "weight_sync.canary=false"),
+        "journal.keep=all",
+    ]
+
+
+def of_journal(groups: Sequence[RolloutGroup]) -> list[LoggedTurn]:
+    return [turn for g in groups for c in g.completions for turn in recorded_turns(c)]
+
+
+def test_the_journal_has_what_the_endpoint_was_shown_and_has_sampled(run: Run) -> None:
+    assert len(run.groups) == STEPS * len(QUESTIONS)
+    recorded = of_journal(run.groups)
+    assert Counter(recorded) == Counter(run.log)
+    num_turns = STEPS * SAMPLES * sum(map(len, TREES.values()))
+    assert len(recorded) == num_turns
+    num_tokens = sum(len(turn.sampled) for turn in run.log)
+    print(f"{run.server}: {num_turns} turns, {num_tokens} sampled tokens compared")
+
+
+def test_each_sampled_token_is_trained_once_behind_what_the_endpoint_was_shown(run: Run) -> None:
+    sampled = sampled_tokens(run.log)
+    assert trained_tokens(run.rows) == sampled
+    lines = map(orjson.loads, (run.folder / "certificate.jsonl").read_bytes().splitlines())
+    batches = [line for line in lines if line["kind"] == "batch"]
+    agreement = [seen for line in batches for seen in line["agreement"]]
+    assert len(batches) == STEPS
+    # the trainer's own count, and its log-probabilities, in fp32 as the endpoint's
+    assert sum(seen["num_tokens"] for seen in agreement) == sampled.total()
+    assert max(seen["maximum"] for seen in agreement) < 1e-3
+
+
+def test_it_was_on_policy(run: Run) -> None:
+    verdict = verify(run.folder)
+    assert verdict.on_policy and verdict.ended, verdict
+    assert verdict.trained == len(run.groups)
+    for group in run.groups:
+        stamps = {s for c in group.completions for turn in recorded_turns(c) for s in turn.versions}
+        assert stamps == {group.policy_version}
+
+
+@pytest.mark.parametrize("behaviour", list(TREES))
+def test_turns_continue_what_they_extend_exactly_and_nothing_else(
+    run: Run, behaviour: Behaviour
+) -> None:
+    episodes = run.episodes(behaviour)
+    assert len(episodes) == STEPS * SAMPLES
+    for completion in episodes:
+        assert completion.episode is not None and completion.episode.failure is None
+        parents = [turn.parent for turn in completion.episode.turns]
+        if behaviour == "sub_agent":
+            assert parents[0] is None and len(parents) == 5
+            assert Counter(parents)[None] == 2 and len(set(parents)) == 4  # two lines of turns
+        else:
+            assert parents == TREES[behaviour]
+
+
+def test_a_history_is_kept_where_its_text_has_other_ids(run: Run) -> None:
+    """What was planted is there: these would not be the ids if they were made of the text."""
+    for completion in run.episodes("retokenised"):
+        first, second, changed, by_ids, again, continued, anew = recorded_turns(completion)
+        assert list(first.sampled) == odd_ids(run.tokenizer, "the answer is in there")
+        text = run.tokenizer.decode(first.sampled)
+        own = run.tokenizer.encode(text, add_special_tokens=False)
+        assert tuple(own) != first.sampled
+        assert second.prompt[: len(first.prompt + first.sampled)] == first.prompt + first.sampled
+        assert by_ids.prompt[: len(first.prompt) + len(own)] == (*first.prompt, *own)
+        assert "there <|im_end|>" in run.tokenizer.decode(changed.prompt)
+        assert continued.prompt[:-1] == again.prompt + again.sampled
+        assert run.tokenizer.decode(anew.prompt) == run.tokenizer.decode(by_ids.prompt)
+
+
+def test_reasoning_stays_or_a_branch_begins_without_it(run: Run) -> None:
+    for completion in run.episodes("reasoned"):
+        texts = [run.tokenizer.decode(turn.prompt) for turn in recorded_turns(completion)]
+        assert ["the long way" in text for text in texts] == [False, True, True]
+    for completion in run.episodes("as_template"):
+        first, second, third = recorded_turns(completion)
+        assert "the long way" in run.tokenizer.decode(first.sampled)
+        assert "the long way" not in run.tokenizer.decode(second.prompt)
+        assert list(second.sampled) == odd_ids(run.tokenizer, "then the end")
+        assert third.prompt[: len(second.prompt + second.sampled)] == second.prompt + second.sampled
+
+
+def test_two_tools_are_called_at_once_and_answered(run: Run) -> None:
+    for completion in run.episodes("tools"):
+        assert completion.episode is not None
+        assert completion.episode.components == {"calls": 2.0}
+        first, second = recorded_turns(completion)
+        behind = run.tokenizer.decode(second.prompt[len(first.prompt + first.sampled) :])
+        assert behind.count("<tool_response>") == 2
+
+
+def test_a_request_that_is_sent_again_is_a_turn_of_its_own_unless_it_has_an_id(run: Run) -> None:
+    asked = Counter(turn.prompt for turn in run.log)
+    for completion in run.episodes("retried"):
+        first, again, with_id = recorded_turns(completion)
+        assert first.prompt == again.prompt
+        assert asked[with_id.prompt] == 1
+
+
+def test_turns_of_a_client_that_has_gone_are_trained(run: Run) -> None:
+    for completion in run.episodes("hung_up"):
+        assert completion.episode is not None
+        assert completion.episode.components == {"left": 2.0}
+        assert len(recorded_turns(completion)) == 4
+
+
+def test_a_stream_tells_what_was_sampled(run: Run) -> None:
+    for completion in run.episodes("streamed"):
+        assert completion.episode is not None
+        said, first = completion.episode.components, recorded_turns(completion)[0]
+        assert [said[f"id/{n}"] for n in range(len(first.sampled))] == list(first.sampled)
+        told = np.array([said[f"logprob/{n}"] for n in range(len(first.sampled))], np.float32)
+        assert tuple(told.tolist()) == first.logprobs
+
+
+def test_a_stop_string_ends_a_turn_where_the_endpoint_can(run: Run) -> None:
+    for completion in run.episodes("stopped"):
+        assert completion.episode is not None
+        can = run.server == "vllm"
+        assert completion.episode.components == {"refused": float(not can), "cut": float(can)}
+        first, _, _ = recorded_turns(completion)
+        text = "the winner i" if can else "the winner is there<|im_end|>"
+        assert run.tokenizer.decode(first.sampled) == text
+        assert first.finish_reason == "stop"
+
+
+def with_turn(log: Sequence[LoggedTurn], **changed: Any) -> list[LoggedTurn]:
+    return [*log[:-1], log[-1]._replace(**changed)]
+
+
+@pytest.mark.parametrize("where", ["sampled", "prompt", "logprobs", "shift", "missing", "twice"])
+def test_the_comparisons_see_one_token(run: Run, where: str) -> None:
+    """Of thousands: an id, a log-probability, or what stands before it."""
+    last = run.log[-1]
+    changed = {
+        "sampled": {"sampled": (*last.sampled[:-1], last.sampled[-1] ^ 1)},
+        "prompt": {"prompt": (last.prompt[0] ^ 1, *last.prompt[1:])},
+        "logprobs": {"logprobs": (*last.logprobs[:-1], last.logprobs[-1] - 1e-6)},
+        "shift": {
+            "prompt": last.prompt[:-1],
+            "sampled": (last.prompt[-1], *last.sampled),
+            "logprobs": (0.0, *last.logprobs),
+        },
+    }
+    if where == "missing":
+        log = run.log[:-1]
+    elif where == "twice":
+        log = [*run.log, last]
+    else:
+        log = with_turn(run.log, **changed[where])
+    assert Counter(of_journal(run.groups)) != Counter(log)
+    assert trained_tokens(run.rows) != sampled_tokens(log)
+
+
+def test_the_comparisons_see_a_history_that_was_aligned(run: Run) -> None:
+    """An episode as it would be with the tokenizer's own ids of a sampled text, packed."""
+    number = next(
+        n
+        for n, group in enumerate(run.groups)
+        if group.prompt.index == list(QUESTIONS).index("tools")
+    )
+    group = run.groups[number]
+    completion = group.completions[0]
+    assert completion.episode is not None
+    first, second = completion.episode.turns
+    ids, text = completion.token_ids, ""
+    text = run.tokenizer.decode(ids[first.sampled : first.end])
+    own = run.tokenizer.encode(text, add_special_tokens=False)
+    moved = len(own) - (first.end - first.sampled)
+    assert moved < 0
+    aligned = replace(
+        completion,
+        token_ids=np.concatenate([ids[: first.sampled], own, ids[first.end :]]).astype(np.int32),
+        logprobs=np.delete(completion.logprobs, slice(first.end + moved, first.end)),
+        loss_mask=np.delete(completion.loss_mask, slice(first.end + moved, first.end)),
+        episode=replace(
+            completion.episode,
+            turns=(
+                first._replace(end=first.end + moved),
+                second._replace(
+                    start=second.start + moved,
+                    sampled=second.sampled + moved,
+                    end=second.end + moved,
+                ),
+            ),
+        ),
+    )
+    groups = list(run.groups)
+    groups[number] = replace(group, completions=(aligned, *group.completions[1:]))
+    functions = group_functions(load_config(run.folder / "config.yaml"))
+    rows = functions.pack(functions.trained(groups, [], []))
+    assert Counter(of_journal(groups)) != Counter(run.log)
+    assert trained_tokens(rows) != sampled_tokens(run.log)
