@@ -54,10 +54,8 @@ class EnvironmentConfig(Section):
     start_timeout_s: PositiveFloat = 600.0  # for a process to load it
     idle_timeout_s: PositiveFloat = 300.0  # a rollout without a request for so long has hung
     max_turns: PositiveInt = 16  # requests of a rollout; then it ends, as at the context's end
-    history: HistoryMode = (
-        "keep"  # of chats whose template renders an earlier turn otherwise than it
-    )
-    # was sampled, such as one that strips reasoning; as_template: it does, and begins a new branch
+    history: HistoryMode = "keep"  # where a template would render an earlier turn otherwise than it
+    # was sampled, as one that strips reasoning does: keep its tokens, or let it, in a new branch
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

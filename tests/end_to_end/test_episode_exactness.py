@@ -68,6 +68,7 @@ class Run:
     log: list[LoggedTurn]
     groups: list[RolloutGroup]  # from the journal
     rows: list[MicroBatch]  # as the trainer packs them
+    said: str  # what was printed
 
     def episodes(self, behaviour: Behaviour) -> list[Completion]:
         number = list(QUESTIONS).index(behaviour)
@@ -101,14 +102,14 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         try:
             prompts = write_records(folder / "prompts.jsonl", model / "tokenizer.json")
             command = trainer_command(folder / "run", model, prompts, [proxy.url], *options())
-            run_trainer(command, timeout_s=400.0)
+            said = run_trainer(command, timeout_s=400.0)
         finally:
             proxy.close()
     groups = [g for v in range(STEPS) for g in read_batch(folder / "run" / "journal", v)]
     config = load_config(folder / "run" / "config.yaml")
     functions = group_functions(config)
     rows = functions.pack(functions.trained(groups, [], []))
-    yield Run(folder / "run", request.param, tokenizer, proxy.log, groups, rows)
+    yield Run(folder / "run", request.param, tokenizer, proxy.log, groups, rows, said)
 
 
 def write_records(path: Path, tokenizer: Path) -> Path:
@@ -214,6 +215,7 @@ def test_a_history_is_kept_where_its_text_has_other_ids(run: Run) -> None:
 
 
 def test_reasoning_stays_or_a_branch_begins_without_it(run: Run) -> None:
+    assert "it leaves out the reasoning of earlier turns" in run.said
     for completion in run.episodes("reasoned"):
         texts = [run.tokenizer.decode(turn.prompt) for turn in recorded_turns(completion)]
         assert ["the long way" in text for text in texts] == [False, True, True]
