@@ -118,6 +118,7 @@ def write_records(path: Path, tokenizer: Path) -> Path:
     records = [
         {
             "prompt": question,
+            "answer": "",
             "behaviour": behaviour,
             "environment": environments.get(behaviour, "agents"),
             "tokenizer": str(tokenizer),

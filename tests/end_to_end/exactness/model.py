@@ -123,7 +123,7 @@ def learn(model: Qwen3ForCausalLM, given: list[Exercise]) -> None:
         losses = torch.nn.functional.cross_entropy(
             logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none"
         ).sum(1)
-        if float(losses.max()) < KNOWN:
+        if losses.max().item() < KNOWN:
             return
         losses.sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
