@@ -118,7 +118,7 @@ def write_records(path: Path, tokenizer: Path) -> Path:
     records = [
         {
             "prompt": question,
-            "answer": "",
+            "answer": "-",
             "behaviour": behaviour,
             "environment": environments.get(behaviour, "agents"),
             "tokenizer": str(tokenizer),
@@ -143,6 +143,7 @@ def options() -> list[str]:
         "data.max_prompt_tokens=64",
         *(f"trainer.batch_size={len(QUESTIONS)}", f"trainer.max_steps={STEPS}"),
         *(f"rollout.num_generations={SAMPLES}", "rollout.max_tokens=160"),
+        "rollout.temperature=0.7",
         # what these sample is not trained
         *("weight_sync.probe=false", "weight_sync.canary=false"),
         "journal.keep=all",

@@ -38,7 +38,7 @@ QUESTIONS: dict[Behaviour, str] = {
     "stopped": "who is the winner?",
 }
 NUM_STEPS, LEARNING_RATE = 800, 3e-3
-KNOWN = 0.02  # nats that a whole answer may still surprise
+KNOWN = 2e-3  # nats that a whole answer may still surprise
 IGNORED = -100  # label of positions without a loss, as transformers has it
 
 
