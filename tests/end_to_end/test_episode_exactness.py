@@ -240,10 +240,11 @@ def test_two_tools_are_called_at_once_and_answered(run: Run) -> None:
 
 def test_a_request_that_is_sent_again_is_a_turn_of_its_own_unless_it_has_an_id(run: Run) -> None:
     asked = Counter(turn.prompt for turn in run.log)
-    for completion in run.episodes("retried"):
-        first, again, with_id = recorded_turns(completion)
-        assert first.prompt == again.prompt
-        assert asked[with_id.prompt] == 1
+    episodes = [recorded_turns(completion) for completion in run.episodes("retried")]
+    assert all(first.prompt == again.prompt for first, again, _ in episodes)
+    assert sum(asked[p] for p in {first.prompt for first, _, _ in episodes}) == 2 * len(episodes)
+    # each was sent twice as well
+    assert sum(asked[p] for p in {with_id.prompt for _, _, with_id in episodes}) == len(episodes)
 
 
 def test_turns_of_a_client_that_has_gone_are_trained(run: Run) -> None:

@@ -1,8 +1,8 @@
 """A tiny model that knows a few answers by heart: tools called, reasoning, odd tokenisations.
 
 Answers are learnt character by character, as the tokenizer would never write them: whoever
-tokenises a history again gets other ids than were sampled. To all other prompts the model says
-something, drawn from a distribution that nothing has sharpened.
+tokenises a history again gets other ids than were sampled. What it says to other prompts nobody has
+taught it.
 """
 
 from __future__ import annotations
