@@ -65,7 +65,9 @@ class RecordingProxy(Proxy):
 
 
 def _single(asked: dict[str, Any], body: bytes) -> Iterator[LoggedTurn]:
-    """Of vLLM's route: JSON."""
+    """Of vLLM's route: JSON. Without log-probabilities it was asked what it is, and not to sample."""
+    if asked["sampling_params"].get("logprobs") is None:
+        return
     for choice in orjson.loads(body)["choices"]:
         yield LoggedTurn(
             tuple(asked["token_ids"]),
