@@ -65,9 +65,9 @@ class RecordingProxy(Proxy):
 
 
 def _single(asked: dict[str, Any], body: bytes) -> Iterator[LoggedTurn]:
-    """Of vLLM's route: JSON. Without log-probabilities it was asked what it is, and not to sample."""
+    """Of vLLM's route: JSON."""
     if asked["sampling_params"].get("logprobs") is None:
-        return
+        return  # a question of the trainer's client, whether the server applies stop strings
     for choice in orjson.loads(body)["choices"]:
         yield LoggedTurn(
             tuple(asked["token_ids"]),
