@@ -266,8 +266,9 @@ def test_a_stream_tells_what_was_sampled(run: Run) -> None:
 def test_a_stop_string_ends_a_turn_where_the_endpoint_can(run: Run) -> None:
     for completion in run.episodes("stopped"):
         assert completion.episode is not None
-        can = run.server == "vllm"
-        assert completion.episode.components == {"refused": float(not can), "cut": float(can)}
+        can = completion.episode.components["refused"] == 0.0
+        assert can or run.server == "embedded"
+        assert completion.episode.components["cut"] == float(can)
         first, _, _ = recorded_turns(completion)
         text = "the winner i" if can else "the winner is there<|im_end|>"
         assert run.tokenizer.decode(first.sampled) == text
