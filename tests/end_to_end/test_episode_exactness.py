@@ -7,26 +7,20 @@ every sampled token, with all that stood before it, is trained once, and nothing
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from easyrl.build.recipe import group_functions
-from easyrl.config.file import load_config
 from easyrl.inference_client.servers.managed.launch import (
     EmbeddedServerProcess,
     VllmServerProcess,
 )
-from easyrl.ledger.journal.reading import read_batch
 from easyrl.ledger.verify import verify
-from easyrl.schema import Completion, MicroBatch, RolloutGroup
-from tests.end_to_end.exactness import agents
 from tests.end_to_end.exactness.agents import Behaviour
 from tests.end_to_end.exactness.endpoint_log import (
     LoggedTurn,
@@ -36,48 +30,17 @@ from tests.end_to_end.exactness.endpoint_log import (
     trained_tokens,
 )
 from tests.end_to_end.exactness.model import QUESTIONS, odd_ids, write_model
-from tests.end_to_end.trainer_run import run_trainer, trainer_command
+from tests.end_to_end.exactness.played_run import (
+    LENGTH,
+    NUM_TURNS,
+    SAMPLES,
+    STEPS,
+    TREES,
+    PlayedRun,
+    played,
+    turns_of,
+)
 from tests.vllm_environment import VLLM_PYTHON
-
-STEPS, SAMPLES = 2, 2
-HOLD_S = 3 * agents.PATIENCE_S
-MAX_MODEL_LEN = 1024
-# Numbers of the turns that turns continue, in the order in which they were asked for.
-TREES: dict[Behaviour, list[int | None]] = {
-    "retokenised": [None, 0, None, None, None, 4, None],
-    "compacted": [None, 0, None, 2],
-    "reasoned": [None, 0, 1],
-    "as_template": [None, None, 1],
-    "tools": [None, 0],
-    "sub_agent": [None, None, 0, 1, 2],  # of two at a time in any order
-    "forked": [None, 0, 0],
-    "retried": [None, None, 1],
-    "hung_up": [None, None, None, None],
-    "streamed": [None, 0],
-    "stopped": [None, 0, 1],
-}
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that has ended, and what its endpoint was asked for."""
-
-    folder: Path
-    server: str
-    tokenizer: PreTrainedTokenizerBase
-    log: list[LoggedTurn]
-    groups: list[RolloutGroup]  # from the journal
-    rows: list[MicroBatch]  # as the trainer packs them
-    said: str  # what was printed
-
-    def episodes(self, behaviour: Behaviour) -> list[Completion]:
-        number = list(QUESTIONS).index(behaviour)
-        return [
-            completion
-            for group in self.groups
-            if group.prompt.index % len(QUESTIONS) == number
-            for completion in group.completions
-        ]
 
 
 @pytest.fixture(
@@ -87,86 +50,35 @@ class Run:
         pytest.param("vllm", marks=pytest.mark.vllm),
     ],
 )
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PlayedRun:
     folder = tmp_path_factory.mktemp(f"exactness-{request.param}")
     model = write_model(folder / "model")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    length = ["--max-model-len", str(MAX_MODEL_LEN)]
     if request.param == "vllm":
-        started: Any = VllmServerProcess(model, Path(VLLM_PYTHON), length)
+        started: Any = VllmServerProcess(model, Path(VLLM_PYTHON), LENGTH)
     else:
-        started = EmbeddedServerProcess(model, ["--num-threads", "1", *length])
+        started = EmbeddedServerProcess(model, ["--num-threads", "1", *LENGTH])
     with started as server:
-        slow = tokenizer.encode(QUESTIONS["hung_up"], add_special_tokens=False)
-        proxy = RecordingProxy(server.url, slow, HOLD_S)
+        proxy = RecordingProxy(server.url)
         try:
-            prompts = write_records(folder / "prompts.jsonl", model / "tokenizer.json")
-            command = trainer_command(folder / "run", model, prompts, [proxy.url], *options())
-            said = run_trainer(command, timeout_s=400.0)
+            return played(folder, request.param, model, [proxy])
         finally:
             proxy.close()
-    groups = [g for v in range(STEPS) for g in read_batch(folder / "run" / "journal", v)]
-    config = load_config(folder / "run" / "config.yaml")
-    functions = group_functions(config)
-    rows = functions.pack(functions.trained(groups, [], []))
-    yield Run(folder / "run", request.param, tokenizer, proxy.log, groups, rows, said)
 
 
-def write_records(path: Path, tokenizer: Path) -> Path:
-    """Each behaviour once for each step."""
-    environments = {"retokenised": "ids", "as_template": "as_template"}
-    records = [
-        {
-            "prompt": question,
-            "answer": "-",
-            "behaviour": behaviour,
-            "environment": environments.get(behaviour, "agents"),
-            "tokenizer": str(tokenizer),
-        }
-        for _ in range(STEPS)
-        for behaviour, question in QUESTIONS.items()
-    ]
-    path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
-    return path
-
-
-def options() -> list[str]:
-    file = agents.__file__
-    environments = [
-        f"{{name: agents, file: {file}}}",
-        f"{{name: as_template, file: {file}, history: as_template}}",
-        f"{{name: ids, file: {file}, function: retokenised}}",
-    ]
-    return [
-        "rewards=[]",
-        f"environments=[{', '.join(environments)}]",
-        "data.max_prompt_tokens=64",
-        *(f"trainer.batch_size={len(QUESTIONS)}", f"trainer.max_steps={STEPS}"),
-        *(f"rollout.num_generations={SAMPLES}", "rollout.max_tokens=160"),
-        "rollout.temperature=0.7",
-        # what these sample is not trained
-        *("weight_sync.probe=false", "weight_sync.canary=false"),
-        "journal.keep=all",
-    ]
-
-
-def of_journal(groups: Sequence[RolloutGroup]) -> list[LoggedTurn]:
-    return [turn for g in groups for c in g.completions for turn in recorded_turns(c)]
-
-
-def test_the_journal_has_what_the_endpoint_was_shown_and_has_sampled(run: Run) -> None:
+def test_the_journal_has_what_the_endpoint_was_shown_and_has_sampled(run: PlayedRun) -> None:
     assert len(run.groups) == STEPS * len(QUESTIONS)
-    recorded = of_journal(run.groups)
+    recorded = run.recorded
     assert Counter(recorded) == Counter(run.log)
-    num_turns = STEPS * SAMPLES * sum(map(len, TREES.values()))
-    assert len(recorded) == num_turns
+    assert len(recorded) == NUM_TURNS
     num_tokens = sum(len(turn.sampled) for turn in run.log)
-    print(f"{run.server}: {num_turns} turns, {num_tokens} sampled tokens compared")
+    print(f"{run.server}: {NUM_TURNS} turns, {num_tokens} sampled tokens compared")
 
 
-def test_each_sampled_token_is_trained_once_behind_what_the_endpoint_was_shown(run: Run) -> None:
+def test_each_sampled_token_is_trained_once_behind_what_the_endpoint_was_shown(
+    run: PlayedRun,
+) -> None:
     sampled = sampled_tokens(run.log)
-    assert trained_tokens(run.rows) == sampled
+    assert trained_tokens(run.rows()) == sampled
     lines = map(orjson.loads, (run.folder / "certificate.jsonl").read_bytes().splitlines())
     batches = [line for line in lines if line["kind"] == "batch"]
     agreement = [seen for line in batches for seen in line["agreement"]]
@@ -178,7 +90,7 @@ def test_each_sampled_token_is_trained_once_behind_what_the_endpoint_was_shown(r
     print(f"{run.server}: log-probabilities differ from the trainer's by {largest:.1e} at most")
 
 
-def test_it_was_on_policy(run: Run) -> None:
+def test_it_was_on_policy(run: PlayedRun) -> None:
     verdict = verify(run.folder)
     assert verdict.on_policy and verdict.ended, verdict
     assert verdict.trained == len(run.groups)
@@ -189,7 +101,7 @@ def test_it_was_on_policy(run: Run) -> None:
 
 @pytest.mark.parametrize("behaviour", list(TREES))
 def test_turns_continue_what_they_extend_exactly_and_nothing_else(
-    run: Run, behaviour: Behaviour
+    run: PlayedRun, behaviour: Behaviour
 ) -> None:
     episodes = run.episodes(behaviour)
     assert len(episodes) == STEPS * SAMPLES
@@ -203,7 +115,7 @@ def test_turns_continue_what_they_extend_exactly_and_nothing_else(
             assert parents == TREES[behaviour]
 
 
-def test_a_history_is_kept_where_its_text_has_other_ids(run: Run) -> None:
+def test_a_history_is_kept_where_its_text_has_other_ids(run: PlayedRun) -> None:
     """What was planted is there: these would not be the ids if they were made of the text."""
     for completion in run.episodes("retokenised"):
         first, second, changed, by_ids, again, continued, anew = recorded_turns(completion)
@@ -218,7 +130,7 @@ def test_a_history_is_kept_where_its_text_has_other_ids(run: Run) -> None:
         assert run.tokenizer.decode(anew.prompt) == run.tokenizer.decode(by_ids.prompt)
 
 
-def test_reasoning_stays_or_a_branch_begins_without_it(run: Run) -> None:
+def test_reasoning_stays_or_a_branch_begins_without_it(run: PlayedRun) -> None:
     assert "it leaves out the reasoning of earlier turns" in run.said
     for completion in run.episodes("reasoned"):
         texts = [run.tokenizer.decode(turn.prompt) for turn in recorded_turns(completion)]
@@ -231,7 +143,7 @@ def test_reasoning_stays_or_a_branch_begins_without_it(run: Run) -> None:
         assert third.prompt[: len(second.prompt + second.sampled)] == second.prompt + second.sampled
 
 
-def test_two_tools_are_called_at_once_and_answered(run: Run) -> None:
+def test_two_tools_are_called_at_once_and_answered(run: PlayedRun) -> None:
     for completion in run.episodes("tools"):
         assert completion.episode is not None
         assert completion.episode.components == {"calls": 2.0}
@@ -240,7 +152,9 @@ def test_two_tools_are_called_at_once_and_answered(run: Run) -> None:
         assert behind.count("<tool_response>") == 2
 
 
-def test_a_request_that_is_sent_again_is_a_turn_of_its_own_unless_it_has_an_id(run: Run) -> None:
+def test_a_request_that_is_sent_again_is_a_turn_of_its_own_unless_it_has_an_id(
+    run: PlayedRun,
+) -> None:
     asked = Counter(turn.prompt for turn in run.log)
     episodes = [recorded_turns(completion) for completion in run.episodes("retried")]
     assert all(first.prompt == again.prompt for first, again, _ in episodes)
@@ -249,14 +163,14 @@ def test_a_request_that_is_sent_again_is_a_turn_of_its_own_unless_it_has_an_id(r
     assert sum(asked[p] for p in {with_id.prompt for _, _, with_id in episodes}) == len(episodes)
 
 
-def test_turns_of_a_client_that_has_gone_are_trained(run: Run) -> None:
+def test_turns_of_a_client_that_has_gone_are_trained(run: PlayedRun) -> None:
     for completion in run.episodes("hung_up"):
         assert completion.episode is not None
         assert completion.episode.components == {"left": 2.0}
         assert len(recorded_turns(completion)) == 4
 
 
-def test_a_stream_tells_what_was_sampled(run: Run) -> None:
+def test_a_stream_tells_what_was_sampled(run: PlayedRun) -> None:
     for completion in run.episodes("streamed"):
         assert completion.episode is not None
         said, first = completion.episode.components, recorded_turns(completion)[0]
@@ -265,7 +179,7 @@ def test_a_stream_tells_what_was_sampled(run: Run) -> None:
         assert tuple(told.tolist()) == first.logprobs
 
 
-def test_a_stop_string_ends_a_turn_where_the_endpoint_can(run: Run) -> None:
+def test_a_stop_string_ends_a_turn_where_the_endpoint_can(run: PlayedRun) -> None:
     for completion in run.episodes("stopped"):
         assert completion.episode is not None
         can = completion.episode.components["refused"] == 0.0
@@ -282,7 +196,7 @@ def with_turn(log: Sequence[LoggedTurn], **changed: Any) -> list[LoggedTurn]:
 
 
 @pytest.mark.parametrize("where", ["sampled", "prompt", "logprobs", "shift", "missing", "twice"])
-def test_the_comparisons_see_one_token(run: Run, where: str) -> None:
+def test_the_comparisons_see_one_token(run: PlayedRun, where: str) -> None:
     """Of thousands: an id, a log-probability, or what stands before it."""
     last = run.log[-1]
     changed = {
@@ -301,11 +215,11 @@ def test_the_comparisons_see_one_token(run: Run, where: str) -> None:
         log = [*run.log, last]
     else:
         log = with_turn(run.log, **changed[where])
-    assert Counter(of_journal(run.groups)) != Counter(log)
-    assert trained_tokens(run.rows) != sampled_tokens(log)
+    assert Counter(run.recorded) != Counter(log)
+    assert trained_tokens(run.rows()) != sampled_tokens(log)
 
 
-def test_the_comparisons_see_a_history_that_was_aligned(run: Run) -> None:
+def test_the_comparisons_see_a_history_that_was_aligned(run: PlayedRun) -> None:
     """An episode as it would be with the tokenizer's own ids of a sampled text, packed."""
     number = next(
         n
@@ -340,7 +254,5 @@ def test_the_comparisons_see_a_history_that_was_aligned(run: Run) -> None:
     )
     groups = list(run.groups)
     groups[number] = replace(group, completions=(aligned, *group.completions[1:]))
-    functions = group_functions(load_config(run.folder / "config.yaml"))
-    rows = functions.pack(functions.trained(groups, [], []))
-    assert Counter(of_journal(groups)) != Counter(run.log)
-    assert trained_tokens(rows) != sampled_tokens(run.log)
+    assert Counter(turns_of(groups)) != Counter(run.log)
+    assert trained_tokens(run.rows(groups)) != sampled_tokens(run.log)

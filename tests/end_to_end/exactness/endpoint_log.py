@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +18,10 @@ from aiohttp import web
 from easyrl.inference_client.sample_stream import SAMPLES
 from easyrl.runtime.frames import FrameSplitter
 from easyrl.schema import Completion, MicroBatch, Segment
+from tests.end_to_end.exactness.agents import PATIENCE_S
 from tests.end_to_end.proxy import GENERATE, Proxy
+
+HOLD_S = 3 * PATIENCE_S
 
 
 class LoggedTurn(NamedTuple):
@@ -40,13 +43,19 @@ class TrainedToken(NamedTuple):
 
 
 class RecordingProxy(Proxy):
-    """Logs what is sampled; holds back replies to prompts with ``slow`` in them for ``hold_s``."""
+    """Logs what is sampled, and holds back replies to prompts with ``slow`` in them.
+
+    ``after``: called once, when so many turns are in the log.
+    """
 
     hides_streams = False
+    slow: Sequence[int] = ()  # token ids; none: nothing is held
 
-    def __init__(self, upstream: str, slow: Sequence[int], hold_s: float) -> None:
-        self._slow, self._hold_s = _bytes(slow), hold_s
+    def __init__(
+        self, upstream: str, after: tuple[int, Callable[[], object]] | None = None
+    ) -> None:
         self.log: list[LoggedTurn] = []
+        self._after = after
         super().__init__(upstream)
 
     async def answer(self, request: web.Request, body: bytes) -> web.Response | None:
@@ -59,8 +68,12 @@ class RecordingProxy(Proxy):
             read = _streamed if request.path == SAMPLES else _single
             turns = list(read(asked, response.body))
             self.log += turns
-            if any(self._slow in _bytes(turn.prompt) for turn in turns):
-                await asyncio.sleep(self._hold_s)
+            if self._after is not None and len(self.log) >= self._after[0]:
+                (_, call), self._after = self._after, None
+                call()
+            slow = _bytes(self.slow)
+            if slow and any(slow in _bytes(turn.prompt) for turn in turns):
+                await asyncio.sleep(HOLD_S)
         return response
 
 
