@@ -13,6 +13,7 @@ from easyrl.config.critic import CriticConfig
 from easyrl.config.data import DataConfig, DatasetConfig, FieldsConfig
 from easyrl.config.environments import (
     EnvironmentConfig,
+    HistoryMode,
     ToolsConfig,
     environment_contradictions,
 )

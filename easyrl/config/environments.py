@@ -11,6 +11,7 @@ from easyrl.config.base import FilePath, Section
 from easyrl.config.rewards import RewardConfig
 
 EnvironmentKind = Literal["coroutine", "verifiers", "openenv", "tools"]
+HistoryMode = Literal["keep", "as_template"]
 OF_TOKENS = ("overlong", "length_target", "repetition", "reward_model")  # rewards of token ids
 SOURCES = ("file", "verifiers", "openenv", "tools")
 
@@ -53,6 +54,8 @@ class EnvironmentConfig(Section):
     start_timeout_s: PositiveFloat = 600.0  # for a process to load it
     idle_timeout_s: PositiveFloat = 300.0  # a rollout without a request for so long has hung
     max_turns: PositiveInt = 16  # requests of a rollout; then it ends, as at the context's end
+    history: HistoryMode = "keep"  # where a template would render an earlier turn otherwise than it
+    # was sampled, as one that strips reasoning does: keep its tokens, or let it, in a new branch
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from easyrl.config import EnvironmentConfig
+from easyrl.config import EnvironmentConfig, HistoryMode
 from easyrl.environments.failures import EnvironmentFailed, RolloutHung
 from easyrl.environments.host_process import HostProcess, Outcome, Rollout
 from easyrl.runtime.process_guard import ProcessGuard
@@ -56,6 +56,10 @@ class EnvironmentHosts:
     @property
     def max_turns(self) -> int:
         return self.environment.max_turns
+
+    @property
+    def history(self) -> HistoryMode:
+        return self.environment.history
 
     async def start(self) -> None:
         """Starts the hosts and returns when the environment is loaded in each.

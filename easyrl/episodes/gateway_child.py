@@ -60,7 +60,7 @@ class GatewayChild(ReportingChild):
         port, _ = await self._started()
         self._sessions[session.id] = session
         sampling = session.sampling.model_dump_json(include=SAMPLING_FIELDS)
-        self.post(Open(session.id, session.key, sampling.encode()))
+        self.post(Open(session.id, session.key, sampling.encode(), session.history))
         try:
             yield f"http://127.0.0.1:{port}/sessions/{session.id}"
         finally:

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from easyrl.config import SamplingConfig
+from easyrl.config import HistoryMode, SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed, HostDied
 from easyrl.episodes.session import Generate, Session, SessionLost
 from easyrl.episodes.times import EpisodeTimes, ToolCall, tell_spans
@@ -56,6 +56,8 @@ class Environment(Protocol):
     def name(self) -> str: ...
     @property
     def max_turns(self) -> int: ...
+    @property
+    def history(self) -> HistoryMode: ...
 
     async def run(
         self,
@@ -116,6 +118,7 @@ class EpisodePlayer:
                 generate,
                 applies_stop_strings=self.applies_stop_strings(),
                 max_turns=environment.max_turns,
+                history=environment.history,
             )
             session.on_turn = partial(_tell, on_turn, session, number, environment.name)
             try:

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
-from easyrl.config import SamplingConfig
+from easyrl.config import HistoryMode, SamplingConfig
 from easyrl.episodes.turns import TurnRecord
 from easyrl.inference_client.errors import PromptRejected, PromptTooLong
 from easyrl.schema import Completion, Prompt
@@ -49,6 +49,7 @@ class Session:
     _: KW_ONLY
     applies_stop_strings: bool = True  # all endpoints do
     max_turns: int = 1000
+    history: HistoryMode = "keep"  # of its chats
     # told of each turn before its answer goes out; what it raises is the run's
     on_turn: Callable[[Sequence[TurnRecord]], object] = lambda records: None
     id: str = field(default_factory=lambda: secrets.token_hex(16))

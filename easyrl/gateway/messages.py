@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
+from easyrl.config import HistoryMode
 from easyrl.schema import Completion, VersionSpan
-
-# Of a template that renders earlier turns otherwise than they were sampled (such as one that strips
-# their reasoning): "keep" continues the sampled ids, "as_template" renders the whole afresh.
-History: TypeAlias = Literal["keep", "as_template"]
 
 
 class Settings(msgspec.Struct, array_like=True):
@@ -37,7 +34,7 @@ class Open(msgspec.Struct, array_like=True, tag=0, gc=False):
     session: str
     key: str  # of HTTP
     sampling: bytes  # JSON of the ``SamplingConfig`` that training samples with
-    history: History = "keep"
+    history: HistoryMode = "keep"
 
 
 class Close(msgspec.Struct, array_like=True, tag=1, gc=False):

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from easyrl.config import HistoryMode
 from easyrl.gateway.errors import BadRequest
 from easyrl.gateway.history import AnsweredTurn
-from easyrl.gateway.messages import History as HistoryMode
 from easyrl.gateway.rendering import Message, Renderer, Tools
 
 _QUESTION, _ANSWER, _NEXT = "Question?", "An answer.", "Another question?"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from easyrl.config import SamplingConfig
+from easyrl.config import HistoryMode, SamplingConfig
 from easyrl.environments.host_process import ToolCallTime
 from easyrl.episodes.session import Session
 from easyrl.schema import Completion, Prompt, VersionSpan
@@ -90,6 +90,7 @@ class Environment:
     rollout: Rollout
     name: str = "game"
     max_turns: int = 20
+    history: HistoryMode = "keep"
 
     async def run(
         self, url: str, key: str, prompt: Prompt, seed: int, idle_s: Callable[[], float]

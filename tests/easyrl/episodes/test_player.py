@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from easyrl.config import SamplingConfig
+from easyrl.config import HistoryMode, SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed, HostDied, RolloutHung
 from easyrl.episodes.player import (
     MAX_STARTS,
@@ -52,6 +52,20 @@ async def test_the_record_is_what_the_endpoint_sampled():
     score = await EpisodeScorer().score_sample(PROMPT, made)
     assert (score.reward, score.failed) == (0.75, False)
     assert score.components == {"game/reward": 0.75, "game/moves": 2.0}
+
+
+@pytest.mark.parametrize("history", ["keep", "as_template"])
+async def test_a_session_has_the_history_that_its_environment_wants(history: HistoryMode):
+    seen: list[str] = []
+
+    async def looks(session: Session, prompt: Prompt) -> Said:
+        seen.append(session.history)
+        return await two_turns(session, prompt)
+
+    gateway = OpenGateway()
+    environment = Environment(gateway, looks, history=history)
+    await play(EpisodePlayer(gateway, [environment], lambda prompt: 0), Endpoint())
+    assert seen == [history]
 
 
 async def test_an_episode_whose_process_dies_starts_again_with_the_same_seeds():
