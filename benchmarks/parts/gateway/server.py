@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -15,6 +16,8 @@ import orjson
 from benchmarks.parts.gateway.load import Variant, read_variants
 from benchmarks.parts.producer.load import VERSION
 from benchmarks.parts.producer.server import Connection, Response, response_of, seed_of
+
+PLACE = b"999999999"  # of a prompt's length
 
 
 def serve(connection: socket.socket) -> None:
@@ -52,7 +55,17 @@ class Script:
 
     def answer(self, path: bytes, body: bytes) -> Response:
         made = self._made.get(path)
-        return self._others[path] if made is None else made[seed_of(body) % len(made)]
+        if made is None:
+            return self._others[path]
+        response = made[seed_of(body) % len(made)]
+        return replace(response, content=_counted(response.content, body))
+
+
+def _counted(content: bytes, body: bytes) -> bytes:
+    """``content`` with the number of token ids in ``body``, which is checked, in as many bytes."""
+    begin = body.find(b'"token_ids":')
+    number = body.count(b",", begin, body.find(b"]", begin)) + 1 if begin >= 0 else 0
+    return content.replace(PLACE, b"%*d" % (len(PLACE), number), 1)
 
 
 def _generate(variant: Variant) -> dict:
@@ -90,4 +103,4 @@ def _stamp(variant: Variant) -> dict[str, object]:
 
 def _usage(variant: Variant) -> dict[str, int]:
     sampled = len(variant.token_ids)
-    return {"prompt_tokens": 1000, "completion_tokens": sampled, "total_tokens": 1000 + sampled}
+    return {"prompt_tokens": int(PLACE), "completion_tokens": sampled}
