@@ -13,11 +13,12 @@ from benchmarks.parts.memory_peak import MemoryPeak, process_tree
 from benchmarks.parts.trained_contents import (
     TOLERANCE,
     ContentCheck,
+    Request,
     check_trained_contents,
     group_difference,
     put_weights,
     read_masters,
-    response_difference,
+    request_difference,
 )
 from easyrl.engines.base import Columns, StatePiece
 from easyrl.engines.state_file import write_state_file
@@ -66,7 +67,8 @@ def test_other_tokens_prompts_numbers_and_weights_show(policy, group):
         (prompt, replace(first, logprobs=first.logprobs * np.float32("nan"))),
     ]
     for shown, response in wrong:
-        assert not response_difference(policy, shown, response) <= TOLERANCE
+        request = Request(shown, response.token_ids, response.logprobs)
+        assert not request_difference(policy, request) <= TOLERANCE
     assert group_difference(tiny_model("qwen3", tied=True, seed=1), group) > 0.1
 
 
