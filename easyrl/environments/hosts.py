@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from easyrl.config import EnvironmentConfig
-from easyrl.environments.failures import EnvironmentFailed, RolloutHung
+from easyrl.environments.failures import EnvironmentFailed, HostDied, RolloutHung
 from easyrl.environments.host_process import HostProcess, Outcome, Rollout
 from easyrl.runtime.process_guard import ProcessGuard
 from easyrl.runtime.workers.child_process import new_mark
@@ -98,8 +98,11 @@ class EnvironmentHosts:
         prompt: Prompt,
         seed: int,
         seconds_since_request: Callable[[], float],
+        alone: bool = False,
     ) -> Outcome:
         """One rollout, which asks its model at ``session_url`` (ends in /v1) with ``key``.
+
+        ``alone``: in a host of its own, where no other rollout can be the reason if that dies.
 
         ``seconds_since_request`` says since when the rollout has had no request: 0 while one is
         open, infinity before the first. Raises ``EnvironmentFailed``: ``RolloutHung``,
@@ -119,12 +122,21 @@ class EnvironmentHosts:
         }
         data = orjson.dumps(message, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
         rollout = Rollout(number, data, asyncio.get_running_loop().create_future())
-        host = self._next_host()
+        host = self._own_host() if alone else self._next_host()
         host.take(rollout)
         try:
             return await self._watched(host, rollout, seconds_since_request)
         finally:
             host.cancel(rollout)  # nothing if it is over
+            if alone and host.child is None:  # else it ends with the others that retire
+                self._retiring.discard(host)
+
+    def _own_host(self) -> HostProcess:
+        """One that ends with the first rollout that it takes."""
+        host = HostProcess(self.environment, self._mark)
+        host.is_retiring = True
+        self._retiring.add(host)
+        return host
 
     def _next_host(self) -> HostProcess:
         """The one with the fewest rollouts; those with one that will not end are replaced."""
@@ -144,29 +156,44 @@ class EnvironmentHosts:
             if rollout.future.done():
                 return rollout.future.result()
             now_s = time.monotonic()
+            host.look()
             if rollout.sent_s is None:  # the host is being started
                 if now_s - host.asked_s > self.environment.start_timeout_s and host.alive:
                     host.kill("it took longer than start_timeout_s to load the environment")
             elif min(now_s - rollout.sent_s, seconds_since_request()) > limit_s:
-                await self._end(host, rollout)
+                if (blocked := await self._end(host, rollout)) is not None:
+                    raise HostDied(self.environment.name, blocked)
                 raise RolloutHung(
                     self.environment.name,
                     f"a rollout made no request for {limit_s:g} s and was cancelled; bound what it "
                     "waits for, or raise idle_timeout_s",
                 )
 
-    async def _end(self, host: HostProcess, rollout: Rollout) -> None:
-        """Cancels what hangs. A host that does not obey is killed, once nobody else needs it."""
+    async def _end(self, host: HostProcess, rollout: Rollout) -> str | None:
+        """Cancels what hangs. A host that does not obey is killed, once nobody else needs it.
+
+        Returns why the host, with all that is in it, is to blame and maybe not this rollout.
+        """
         host.cancel(rollout)
-        deadline_s = time.monotonic() + self._cancel_grace_s
+        child, deadline_s = host.child, time.monotonic() + self._cancel_grace_s
         while rollout.number in host.overdue and time.monotonic() < deadline_s:
             await asyncio.sleep(min(0.05, self._cancel_grace_s / 4))
-        if rollout.number not in host.overdue or not host.alive:
-            return
+        if host.child is not child:
+            return "its host process ended meanwhile"
+        if rollout.number not in host.overdue:
+            return None
+        others = host.rollouts.keys() | host.overdue.keys() - {rollout.number}
+        if not host.beats and others:
+            if host.alive:
+                host.kill(f"a rollout blocked it, for {self._cancel_grace_s:g} s and longer")
+            return "a rollout blocked its host process, this one or another"
+        if not host.alive:
+            return None
         if not host.beats or not host.rollouts:
             host.kill(f"a rollout hung and did not end {self._cancel_grace_s:g} s after")
         elif host in self._hosts:
             self._retire(self._hosts.index(host))
+        return None
 
     def _retire(self, place: int) -> None:
         """A new host takes its place; it ends with the last rollout that can end."""

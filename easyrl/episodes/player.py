@@ -51,10 +51,11 @@ class Environment(Protocol):
         prompt: Prompt,
         seed: int,
         seconds_since_request: Callable[[], float],
+        alone: bool = False,
     ) -> Outcome:
         """One rollout to its end, with the model at ``session_url``, which ends in /v1.
 
-        Raises ``EnvironmentFailed``.
+        ``alone``: no other rollout is in its process. Raises ``EnvironmentFailed``.
         """
 
 
@@ -86,7 +87,7 @@ class EpisodePlayer:
         """
         environment = self.environments[self.choose(prompt)]
         why = ""
-        for _ in range(MAX_STARTS):
+        for start in range(MAX_STARTS):
             session = Session(
                 prompt,
                 sampling,
@@ -96,7 +97,8 @@ class EpisodePlayer:
                 max_turns=environment.max_turns,
             )
             try:
-                return await self._episode(environment, session)
+                # the last one alone: the others that it has died with may have been the reason
+                return await self._episode(environment, session, alone=start == MAX_STARTS - 1)
             except (SessionLost, HostDied) as error:
                 why = str(error)
                 self.num_restarts += 1
@@ -110,7 +112,9 @@ class EpisodePlayer:
                 log.warning("%s; an episode of %s starts again", why, environment.name)
         raise EpisodeFailed(f"environment {environment.name}: {MAX_STARTS} times: {why}")
 
-    async def _episode(self, environment: Environment, session: Session) -> Completion:
+    async def _episode(
+        self, environment: Environment, session: Session, *, alone: bool
+    ) -> Completion:
         try:
             async with self.gateway.serves(session) as url:
                 rollout = asyncio.ensure_future(
@@ -120,6 +124,7 @@ class EpisodePlayer:
                         session.prompt,
                         session.seed,
                         lambda: session.idle_s,
+                        alone,
                     )
                 )
                 ends: list[asyncio.Future[Any]] = [rollout, session.failed]

@@ -17,6 +17,7 @@ from benchmarks.parts.gateway.load import Variant, read_variants
 from benchmarks.parts.producer.load import VERSION
 from benchmarks.parts.producer.server import Connection, Response, response_of, seed_of
 
+NOT_FOUND = Response(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", 0, 0.0)
 PLACE = b"999999999"  # of a prompt's length
 
 
@@ -56,7 +57,7 @@ class Script:
     def answer(self, path: bytes, body: bytes) -> Response:
         made = self._made.get(path)
         if made is None:
-            return self._others[path]
+            return self._others.get(path, NOT_FOUND)
         response = made[seed_of(body) % len(made)]
         return replace(response, content=_counted(response.content, body))
 

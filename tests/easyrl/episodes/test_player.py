@@ -77,8 +77,12 @@ async def test_one_that_dies_again_and_again_is_given_up():
     async def dies(session: Session, prompt: Prompt) -> Said:
         raise SessionLost("its host has ended: SIGSEGV")
 
+    of = player(dies)
     with pytest.raises(EpisodeFailed, match=f"environment game: {MAX_STARTS} times: .*SIGSEGV"):
-        await play(player(dies), Endpoint())
+        await play(of, Endpoint())
+    (environment,) = of.environments
+    assert isinstance(environment, Environment)
+    assert environment.alone == [False, False, True]  # nobody else can be the reason then
 
 
 async def test_own_code_that_fails_behind_a_turn_scores_nothing():

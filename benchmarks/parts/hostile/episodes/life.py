@@ -70,6 +70,19 @@ async def raises_behind_its_first_turn(scene: Scene) -> None:
 
 
 @behaviour("life", "fails")
+async def raises_what_cannot_be_told(scene: Scene) -> None:
+    """An exception whose text raises."""
+
+    class Untold(Exception):
+        def __str__(self) -> str:
+            raise KeyError
+
+    await first_turn(scene)
+    scene.happened()
+    raise Untold
+
+
+@behaviour("life", "fails")
 async def exits_politely(scene: Scene) -> None:
     """``sys.exit`` in a rollout."""
     await first_turn(scene)
