@@ -133,11 +133,13 @@ def failure_of(error: BaseException, own_file: str | None) -> dict[str, Any]:
         if isinstance(leaf, NoResult):
             said = " ".join(str(leaf).split())
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    except Exception as of_text:  # an exception of the user's may not tell what it is
+        where = _where(leaf, own_file)
+    except Exception as of_text:  # a user's may not tell what it is, or where
         said = lines = f"{type(leaf).__name__} (its text raises {type(of_text).__name__})"
+        where = own_file
     return {
         "error": said[:ERROR_CHARACTERS],
-        "where": _where(leaf, own_file),
+        "where": where,
         "traceback": lines[-TRACEBACK_CHARACTERS:],
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -18,7 +19,7 @@ from easyrl.schema import Completion, Prompt
 
 log = logging.getLogger(__name__)
 
-MAX_STARTS = 3  # of an episode whose host, or the gateway, dies
+MAX_STARTS = 3  # of an episode whose host dies; likewise of one whose gateway does
 
 
 class EpisodeFailed(RuntimeError):
@@ -86,8 +87,8 @@ class EpisodePlayer:
         A rollout that fails behind its first turn is an episode with a ``failure`` and no reward.
         """
         environment = self.environments[self.choose(prompt)]
-        why = ""
-        for start in range(MAX_STARTS):
+        why, num_ends = "", Counter[type]()  # of processes, by what they cost
+        while max(num_ends.values(), default=0) < MAX_STARTS:
             session = Session(
                 prompt,
                 sampling,
@@ -97,10 +98,12 @@ class EpisodePlayer:
                 max_turns=environment.max_turns,
             )
             try:
-                # the last one alone: the others that it has died with may have been the reason
-                return await self._episode(environment, session, alone=start == MAX_STARTS - 1)
+                # at last alone: the others that it has died with may have been the reason
+                alone = num_ends[HostDied] == MAX_STARTS - 1
+                return await self._episode(environment, session, alone=alone)
             except (SessionLost, HostDied) as error:
                 why = str(error)
+                num_ends[type(error)] += 1
                 self.num_restarts += 1
                 self.record(
                     "episode_restarted",

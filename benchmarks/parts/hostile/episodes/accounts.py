@@ -45,7 +45,7 @@ def keep_accounts(
     """Of a finished run whose environments have written into ``said``."""
     kept = EpisodeAccounts(Counter(line["behaviour"] for line in _lines(said / HAPPENED)))
     kept.problems += [f"{line['behaviour']}: {line['what']}" for line in _lines(said / WRONG)]
-    told = _told(said / ANSWERED)
+    told = told_by(said / ANSWERED)
     run = RecordedRun(run_dir)
     for v in range(run.num_batches):
         outcomes = {group.key: group for group in run.batch(v).groups}
@@ -58,7 +58,9 @@ def keep_accounts(
                 kept.problems.append(f"{_name(index, prompts[index])}: was trained, not excluded")
             for number, completion in enumerate(group.completions):
                 seed = sample_seed(run_seed, epoch, index, number)
-                _trained(kept, index, prompts[index], number, group.prompt, completion, told[seed])
+                compare_trained(
+                    kept, index, prompts[index], number, group.prompt, completion, told[seed]
+                )
     return kept
 
 
@@ -71,7 +73,7 @@ def _excluded(kept: EpisodeAccounts, index: int, prompt: PlannedPrompt, reason: 
         kept.num_excluded += 1
 
 
-def _trained(
+def compare_trained(
     kept: EpisodeAccounts,
     index: int,
     prompt: PlannedPrompt,
@@ -80,6 +82,7 @@ def _trained(
     completion: Completion,
     told: Counter[Turn],
 ) -> None:
+    """Whether sample ``number`` was trained as its client was ``told``, and failed if it had to."""
     name = f"{_name(index, prompt)}, sample {number}"
     try:
         requests = requests_of(of.token_ids, completion)
@@ -99,7 +102,7 @@ def _trained(
         kept.problems.append(f"{name}: failure is {failure!r}")
 
 
-def _told(path: Path) -> defaultdict[int, Counter[Turn]]:
+def told_by(path: Path) -> defaultdict[int, Counter[Turn]]:
     """What clients were answered, by the episode's seed; of its last session alone."""
     sessions: dict[int, str] = {}
     told: defaultdict[int, Counter[Turn]] = defaultdict(Counter)

@@ -5,6 +5,7 @@ Loaded by path in a host process; everything is imported at the start, as some c
 
 from __future__ import annotations
 
+import resource
 from typing import Any
 
 import benchmarks.parts.hostile.episodes.life
@@ -17,6 +18,10 @@ from benchmarks.parts.hostile.episodes.catalogue import BEHAVIOURS
 from benchmarks.parts.hostile.episodes.scene import Scene
 from benchmarks.parts.hostile.episodes.turns import behave
 from easyrl.environments.client import Client
+
+# for those that open many connections; a host has as many files as the trainer's process by default
+_HARD = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (_HARD, _HARD))
 
 
 async def rollout(client: Client, prompt: Any) -> Any:

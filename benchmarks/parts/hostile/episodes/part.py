@@ -36,7 +36,7 @@ NUM_SERVERS = 2
 BATCH_SIZE, NUM_BATCHES = 8, 5
 MAX_MODEL_LEN = 256
 MAX_TOKENS, MAX_TURNS = 8, 12
-IDLE_TIMEOUT_S = 3.0
+IDLE_TIMEOUT_S = 15.0  # a gateway that says nothing is ended after 10
 DEFAULT_RUNS = 4
 
 

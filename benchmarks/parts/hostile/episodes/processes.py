@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import fcntl
 import os
@@ -84,6 +85,7 @@ async def sends_noise_to_the_run(scene: Scene) -> None:
     await first_turn(scene)
     scene.happened()
     _tell_the_trainer(b"\xff\xfe{\n" + os.urandom(4096) + b"\n")
+    await asyncio.Event().wait()
 
 
 @behaviour("process", once=True)
@@ -95,6 +97,7 @@ async def sends_forged_lines_to_the_run(scene: Scene) -> None:
         b'[]\n{"type": "beat"}\n{"type": "done", "id": 99999, "reward": "much"}\n'
         b'{"type": "done", "id": [1], "reward": 1}\n{"type": "output"}\n7\n'
     )
+    await asyncio.Event().wait()
 
 
 @behaviour("process", once=True)

@@ -17,7 +17,6 @@ from benchmarks.parts.hostile.episodes.turns import behave, first_turn, talk
 HUGE = 17 * 2**20  # bytes; a body may have 16 MB
 NUM_FLOOD, NUM_SESSIONS = 300, 1000
 QUESTION = [{"role": "user", "content": "12"}]
-_sessions: dict[str, Scene] = {}  # that this host has seen
 
 
 @behaviour("request")
@@ -64,10 +63,13 @@ async def huge_headers(scene: Scene) -> float:
     """A header of 100 kB, and a thousand of them."""
     for headers in ({"X-Long": "a" * 100_000}, {f"X-{n}": "a" for n in range(1000)}):
         try:
-            status, _ = await scene.ask(TOKENS, {"token_ids": FIRST}, **headers)
+            body = {"token_ids": FIRST, "return_token_ids": True}
+            status, answer = await scene.ask(TOKENS, body, **headers)
         except aiohttp.ClientError:
             continue
-        scene.check(400 <= status < 500, f"{status} to huge headers")
+        if status == 200:  # a thousand may be taken
+            scene.answered(answer)
+        scene.check(status < 500, f"{status} to huge headers")
     scene.happened()
     return await behave(scene)
 
@@ -200,7 +202,7 @@ async def other_routes(scene: Scene) -> float:
 @behaviour("request")
 async def wrong_keys(scene: Scene) -> float:
     """No key, another one, one of a megabyte's beginning, one that is no text."""
-    for key in ("", "wrong", scene.key[:-1], scene.key + "0", "a" * 4000, "é\x7f"):
+    for key in ("", "wrong", scene.key[:-1], scene.key + "0", "a" * 4000, "é"):
         await scene.refused(401, TOKENS, {"token_ids": FIRST}, key=key)
     scene.happened()
     return await behave(scene)
@@ -210,16 +212,11 @@ async def wrong_keys(scene: Scene) -> float:
 async def key_of_another_session(scene: Scene) -> float:
     """Its own key for another's session, and another's key for its own."""
     await first_turn(scene)
-    _sessions[scene.url] = scene
-    for _ in range(100):  # the other one that does this may be in another host
-        others = [other for url, other in _sessions.items() if url != scene.url]
-        if others:
-            body = {"token_ids": FIRST}
-            await scene.refused(401, TOKENS, body, url=others[-1].url)
-            await scene.refused(401, TOKENS, body, key=others[-1].key)
-            scene.happened()
-            break
-        await asyncio.sleep(0.02)
+    others = {url: key for url, key in Scene.keys.items() if url != scene.url}
+    for url, key in list(others.items())[-3:]:  # of its host; maybe over by now
+        await scene.refused(401, TOKENS, {"token_ids": FIRST}, url=url)
+        await scene.refused(401, TOKENS, {"token_ids": FIRST}, key=key)
+        scene.happened()
     return await behave(scene)
 
 
@@ -251,7 +248,7 @@ async def floods(scene: Scene) -> float:
         return status
 
     statuses = Counter(await asyncio.gather(*map(ask, range(NUM_FLOOD))))
-    scene.check(set(statuses) == {200, 400, 429}, str(statuses))
+    scene.check({200, 400} <= set(statuses) <= {200, 400, 429}, str(statuses))
     scene.happened(str(statuses))
     return scene.reward
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -23,14 +23,18 @@ class Scene:
     """One attempt at an episode.
 
     Attributes:
+        keys: of all sessions that this process has seen, by URL.
         url: of its session, without a route.
         own: token ids that it has been given.
     """
+
+    keys: ClassVar[dict[str, str]] = {}
 
     def __init__(self, base_url: str, key: str, prompt: Any) -> None:
         self.url, self.key, self.prompt = base_url.rstrip("/").removesuffix("/v1"), key, prompt
         self.folder = Path(prompt.metadata["folder"])
         self.own: list[int] = []
+        self.keys[self.url] = key
 
     @property
     def port(self) -> int:

@@ -100,13 +100,13 @@ async def reads_nothing(scene: Scene) -> float:
 
 
 async def _sent(scene: Scene, pieces: Sequence[bytes]) -> bytes:
-    """What is answered to ``pieces`` in half a second."""
+    """What is answered to ``pieces`` in a fifth of a second."""
     reader, writer = await asyncio.open_connection("127.0.0.1", scene.port)
     try:
         for piece in pieces:
             writer.write(piece)
-        await asyncio.wait_for(writer.drain(), 0.5)
-        return await asyncio.wait_for(reader.read(2**16), 0.5)
+        await asyncio.wait_for(writer.drain(), 0.2)
+        return await asyncio.wait_for(reader.read(2**16), 0.2)
     except (TimeoutError, ConnectionError):
         return b""
     finally:

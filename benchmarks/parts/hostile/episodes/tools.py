@@ -43,8 +43,8 @@ def say_no_json(question: str) -> Any:
 
 
 def say_too_much(question: str) -> str:
-    """Returns a hundred megabytes."""
-    return question * 10**8
+    """Returns ten megabytes."""
+    return question * 10**7
 
 
 @behaviour("tool")
@@ -61,7 +61,7 @@ async def tools_that_raise(scene: Scene) -> float:
 
 @behaviour("tool")
 async def tools_that_say_no_json(scene: Scene) -> float:
-    """Tools whose results are no JSON, or have a hundred million characters."""
+    """Tools whose results are no JSON, or have ten million characters."""
     return await _talk(scene, "", say_no_json, say_too_much)
 
 
