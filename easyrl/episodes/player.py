@@ -87,7 +87,10 @@ class EpisodePlayer:
         A rollout that fails behind its first turn is an episode with a ``failure`` and no reward.
         """
         environment = self.environments[self.choose(prompt)]
-        why, num_ends = "", Counter[type]()  # of processes, by what they cost
+        why = ""
+        num_ends: Counter[type[Exception]] = (
+            Counter()
+        )  # of processes that it needs, by what they are
         while max(num_ends.values(), default=0) < MAX_STARTS:
             session = Session(
                 prompt,
