@@ -10,7 +10,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
@@ -46,6 +47,7 @@ class EnvironmentHosts:
         self._mark = new_mark()
         self._hosts = [HostProcess(environment, self._mark) for _ in range(environment.num_hosts)]
         self._retiring: set[HostProcess] = set()
+        self._room = asyncio.Semaphore(environment.num_hosts)  # of rollouts that are alone
         self._numbers = itertools.count()
         self._guard: ProcessGuard | None = None  # while it runs
 
@@ -102,10 +104,9 @@ class EnvironmentHosts:
     ) -> Outcome:
         """One rollout, which asks its model at ``session_url`` (ends in /v1) with ``key``.
 
-        ``alone``: in a host of its own, where no other rollout can be the reason if that dies.
-
         ``seconds_since_request`` says since when the rollout has had no request: 0 while one is
-        open, infinity before the first. Raises ``EnvironmentFailed``: ``RolloutHung``,
+        open, infinity before the first. ``alone``: in a host of its own, where no other rollout can
+        be the reason if that dies; at most ``num_hosts`` are at once. Raises ``EnvironmentFailed``: ``RolloutHung``,
         ``HostDied``, or what its code raised. Cancelling cancels the rollout.
         """
         if self._guard is None:
@@ -122,21 +123,27 @@ class EnvironmentHosts:
         }
         data = orjson.dumps(message, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
         rollout = Rollout(number, data, asyncio.get_running_loop().create_future())
-        host = self._own_host() if alone else self._next_host()
-        host.take(rollout)
-        try:
-            return await self._watched(host, rollout, seconds_since_request)
-        finally:
-            host.cancel(rollout)  # nothing if it is over
-            if alone and host.child is None:  # else it ends with the others that retire
-                self._retiring.discard(host)
+        async with self._host(alone) as host:
+            host.take(rollout)
+            try:
+                return await self._watched(host, rollout, seconds_since_request)
+            finally:
+                host.cancel(rollout)  # nothing if it is over
 
-    def _own_host(self) -> HostProcess:
-        """One that ends with the first rollout that it takes."""
-        host = HostProcess(self.environment, self._mark)
-        host.is_retiring = True
-        self._retiring.add(host)
-        return host
+    @asynccontextmanager
+    async def _host(self, alone: bool) -> AsyncIterator[HostProcess]:
+        """Which takes the next rollout; one alone waits until there is room for its own."""
+        if not alone:
+            yield self._next_host()
+            return
+        async with self._room:
+            host = HostProcess(self.environment, self._mark)
+            host.is_retiring = True  # it ends with the first rollout that it takes
+            self._retiring.add(host)
+            try:
+                yield host
+            finally:
+                self._retiring = {each for each in self._retiring if each.child is not None}
 
     def _next_host(self) -> HostProcess:
         """The one with the fewest rollouts; those with one that will not end are replaced."""
@@ -174,8 +181,10 @@ class EnvironmentHosts:
 
         Returns why the host, with all that is in it, is to blame and maybe not this rollout.
         """
-        host.cancel(rollout)
         child, deadline_s = host.child, time.monotonic() + self._cancel_grace_s
+        host.cancel(rollout)
+        if host.is_retiring and not host.rollouts:  # it was alone there, and has ended the host
+            return None
         while rollout.number in host.overdue and time.monotonic() < deadline_s:
             await asyncio.sleep(min(0.05, self._cancel_grace_s / 4))
         if host.child is not child:
