@@ -106,8 +106,8 @@ class EnvironmentHosts:
 
         ``seconds_since_request`` says since when the rollout has had no request: 0 while one is
         open, infinity before the first. ``alone``: in a host of its own, where no other rollout can
-        be the reason if that dies; at most ``num_hosts`` are at once. Raises ``EnvironmentFailed``: ``RolloutHung``,
-        ``HostDied``, or what its code raised. Cancelling cancels the rollout.
+        be the reason if that dies; at most ``num_hosts`` are at once. Raises ``EnvironmentFailed``:
+        ``RolloutHung``, ``HostDied``, or what its code raised. Cancelling cancels the rollout.
         """
         if self._guard is None:
             raise RuntimeError(f"the hosts of environment {self.environment.name} do not run")
