@@ -79,6 +79,7 @@ def write_episode_prompts(
         for index, prompt in enumerate(prompts):
             record = {
                 "prompt": "".join(rng.choice("0123456789") for _ in range(DIGITS)),
+                "answer": "1",  # nobody asks
                 "behaviour": "" if prompt.behaviour is None else prompt.behaviour.name,
                 "acting": [sample_seed(run_seed, 0, index, number) for number in prompt.acting],
                 "folder": str(folder),
