@@ -80,7 +80,7 @@ BEHAVIOURS = """
         if prompt.text == "huge":
             return {"reward": 1.0, "turn_rewards": [1e39]}
         if prompt.text == "surrogate":
-            raise ValueError("half of a pair: \ud83d")
+            raise ValueError("half of a pair: \\ud83d")
         if prompt.text == "untold":
             raise Untold
         if prompt.text == "fork":
@@ -164,8 +164,8 @@ async def test_many_rollouts_at_once_and_several_hosts(tmp_path: Path) -> None:
         ("raise", r"environment test: \S*environment.py:8: KeyError: 'no such thing'$"),
         ("group", r"environment.py:\d+: OSError: a leaf of a group$"),
         ("exit", r"environment.py:13: SystemExit: 3$"),
-        ("nan", r"reward is nan; it has to be a finite number$"),
-        ("words", r"reward is 'much'; it has to be a finite number$"),
+        ("nan", r"reward is nan; it has to be a finite number \(float32\)$"),
+        ("words", r"reward is 'much'; it has to be a finite number \(float32\)$"),
         ("none", r"the rollout returned None; return a number, or a mapping"),
     ],
 )
