@@ -189,16 +189,18 @@ class HostProcess(SupervisedChild):
 
     def _on_answer(self, message: dict[str, Any]) -> None:
         number = message["id"]
+        rollout = self.rollouts.get(number)
+        if rollout is not None and not rollout.future.done():
+            # before it is taken out: if this is no message, the rollout ends with its host
+            if message["type"] == "done":
+                turns = tuple(map(float, message["turn_rewards"]))
+                parts = {str(name): float(part) for name, part in message["components"].items()}
+                rollout.future.set_result(Outcome(float(message["reward"]), parts, turns))
+            elif message["type"] == "failed":
+                rollout.future.set_exception(self._failure(message))
         self.overdue.pop(number, None)
-        rollout = self.rollouts.pop(number, None)
-        if rollout is None or rollout.future.done():
+        if self.rollouts.pop(number, None) is None:
             return  # it was over here: cancelled, or given up
-        if message["type"] == "done":
-            turns = tuple(map(float, message["turn_rewards"]))
-            parts = {str(name): float(part) for name, part in message["components"].items()}
-            rollout.future.set_result(Outcome(float(message["reward"]), parts, turns))
-        elif message["type"] == "failed":
-            rollout.future.set_exception(self._failure(message))
         if self.is_retiring and not self.rollouts and self._why_killed is None:
             self.kill("its last rollout has ended")
 
