@@ -282,35 +282,45 @@ async def another_request_id(scene: Scene) -> float:
 @behaviour("request")
 async def an_sdk_that_retries(scene: Scene) -> float:
     """The ``openai`` client, whose first answer is lost: it asks again by itself."""
-    import httpx
     import openai
 
-    class Losing(httpx.AsyncHTTPTransport):
-        num_lost = 0
+    num_lost = 0
 
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            response = await super().handle_async_request(request)
-            if self.num_lost == 0:
-                self.num_lost += 1
-                await response.aread()
-                raise httpx.ReadError("lost", request=request)
-            return response
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """To the gateway and back, but for all that is said to the first connection."""
+        nonlocal num_lost
+        there, to_there = await asyncio.open_connection("127.0.0.1", scene.port)
+        asking = asyncio.create_task(_copy(reader, to_there))
+        try:
+            if num_lost == 0:
+                await there.read(2**16)
+                num_lost += 1
+            else:
+                await _copy(there, writer)
+        finally:
+            asking.cancel()
+            writer.close()
+            to_there.close()
 
-    losing = Losing()
-    async with httpx.AsyncClient(transport=losing) as http:
-        client = openai.AsyncOpenAI(
-            base_url=f"{scene.url}/v1", api_key=scene.key, http_client=http, max_retries=2
-        )
-        made = await client.chat.completions.create(
-            model="policy",
-            messages=[{"role": "user", "content": "34"}],
-            max_tokens=4,
-            extra_body={"return_token_ids": True},
-        )
+    async with await asyncio.start_server(relay, "127.0.0.1", 0) as between:
+        port = between.sockets[0].getsockname()[1]
+        url = scene.url.replace(f":{scene.port}", f":{port}")
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=scene.key) as client:
+            made = await client.chat.completions.create(
+                model="policy",
+                messages=[{"role": "user", "content": "34"}],
+                max_tokens=4,
+                extra_body={"return_token_ids": True},
+            )
     scene.answered(json.loads(made.model_dump_json()))
-    scene.check(losing.num_lost == 1, "nothing was lost")
+    scene.check(num_lost == 1, f"{num_lost} answers were lost")
     scene.happened()
     return await behave(scene)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(2**16):
+        writer.write(data)
 
 
 @behaviour("request")
