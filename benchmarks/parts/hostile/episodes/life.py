@@ -149,7 +149,7 @@ async def starts_threads(scene: Scene) -> float:
     return await behave(scene)
 
 
-@behaviour("life", once=True)
+@behaviour("life")
 async def prints_a_gigabyte(scene: Scene) -> float:
     """It writes a gigabyte to standard output."""
     block, num_parts = b"noise " * (2**20 // 6), 8
