@@ -21,7 +21,7 @@ class EpisodeBehaviour:
     """One.
 
     Attributes:
-        once: in one episode of a run, and not again when that starts again.
+        once: when it has happened in a run, it does not any more, as in an episode that starts again.
     """
 
     name: str

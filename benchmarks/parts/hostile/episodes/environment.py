@@ -30,6 +30,6 @@ async def rollout(client: Client, prompt: Any) -> Any:
     chosen = BEHAVIOURS.get(prompt.metadata["behaviour"])
     if chosen is None or prompt.seed not in prompt.metadata["acting"]:
         return await behave(scene)
-    if chosen.once and not scene.is_first():
+    if chosen.once and scene.has_happened:
         return await behave(scene)
     return await chosen.act(scene)

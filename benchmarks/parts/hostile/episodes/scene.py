@@ -51,6 +51,7 @@ class Scene:
 
     def happened(self, what: str = "") -> None:
         """The behaviour of the record came about, now or in the next line."""
+        self._mark.touch()
         self._write(HAPPENED, behaviour=self.prompt.metadata["behaviour"], what=what)
 
     def check(self, holds: bool, what: str) -> None:
@@ -58,14 +59,14 @@ class Scene:
         if not holds:
             self._write(WRONG, behaviour=self.prompt.metadata["behaviour"], what=what[:500])
 
-    def is_first(self) -> bool:
-        """Whether the run has not begun this behaviour before."""
-        try:
-            name = f"once-{self.prompt.metadata['behaviour']}"
-            os.close(os.open(self.folder / name, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
+    @property
+    def has_happened(self) -> bool:
+        """Whether it came about in this run before."""
+        return self._mark.exists()
+
+    @property
+    def _mark(self) -> Path:
+        return self.folder / f"once-{self.prompt.metadata['behaviour']}"
 
     def _write(self, name: str, **line: Any) -> None:
         line |= {"index": self.prompt.index, "seed": self.prompt.seed, "session": self.url}
