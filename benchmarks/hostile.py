@@ -1,6 +1,12 @@
 """Training runs among endpoints, disks and strangers that do what they should not.
 
-``python -m benchmarks.hostile [--runs 14] [--seed 0] [--only BEHAVIOUR …] [--list]``
+``python -m benchmarks.hostile [--part endpoints|episodes] [--runs 14] [--seed 0]
+[--only BEHAVIOUR …] [--list]``
+
+With ``--part episodes`` it is environments and clients of the gateway that misbehave, among others
+that do not, with two healthy servers (``parts/hostile/episodes``): every prompt has to have been
+trained once, or excluded with a reason where its environment leaves nothing to train, and what is
+trained has to be what each client was answered. What follows is of the other part, ``endpoints``.
 
 Each run trains with two healthy embedded servers beside several hostile endpoints, each with a
 behaviour of its own; meanwhile strangers come to its ports and its files change, and it is killed,
@@ -37,6 +43,8 @@ from benchmarks.parts.hostile.alone import Alone, runs_alone
 from benchmarks.parts.hostile.behaviour import SocketBehaviour
 from benchmarks.parts.hostile.catalogue import BEHAVIOURS
 from benchmarks.parts.hostile.endpoint import HostileEndpoint, Stranger
+from benchmarks.parts.hostile.episodes.catalogue import BEHAVIOURS as EPISODE_BEHAVIOURS
+from benchmarks.parts.hostile.episodes.part import DEFAULT_RUNS, list_episodes, run_episodes
 from benchmarks.parts.hostile.files import RunFiles
 from benchmarks.parts.hostile.mixtures import MOST_ENDPOINTS, plan_mixtures
 from benchmarks.parts.hostile.plan import RunPlan, plan_ranks, plan_runs
@@ -53,6 +61,7 @@ from easyrl.runtime.loop_thread import LoopThread
 
 CONFIG = "benchmarks/hostile.yaml"
 KEY_VARIABLE, KEY = "EASYRL_HOSTILE_KEY", "sk-hostile-0123456789"  # sent to all endpoints
+NUM_RUNS = 14
 NUM_HEALTHY = 2
 NUM_RANKS = 2  # of the run that all strangers come to
 BATCHES_OF_RANKS = 22  # time for all of them; with more, late steps move too little to be seen
@@ -80,6 +89,9 @@ class Site:
 
 def main() -> int:
     arguments = _parse()
+    if arguments.list and arguments.part == "episodes":
+        list_episodes()
+        return 0
     if arguments.list:
         for behaviour in BEHAVIOURS.values():
             print(f"{behaviour.kind:<9} {behaviour.name:<30} {behaviour.says}")
@@ -87,14 +99,24 @@ def main() -> int:
     disable_progress_bar()
     os.environ[KEY_VARIABLE] = KEY  # of every run
     with scratch("hostile", keep=True) as made:
-        good = _benchmark(arguments, made.folder)
+        if arguments.part == "episodes":
+            good = run_episodes(
+                made.folder,
+                [EPISODE_BEHAVIOURS[name] for name in arguments.only or EPISODE_BEHAVIOURS],
+                DEFAULT_RUNS if arguments.runs is None else arguments.runs,
+                arguments.seed,
+                arguments.patience,
+                arguments.overrides,
+            )
+        else:
+            good = _benchmark(arguments, made.folder)
         made.keep = arguments.keep or not good
     return 0 if good else 1
 
 
 def _benchmark(arguments: argparse.Namespace, folder: Path) -> bool:
     chosen = [BEHAVIOURS[name] for name in arguments.only or BEHAVIOURS]
-    num_runs = min(arguments.runs, len(chosen))
+    num_runs = min(NUM_RUNS if arguments.runs is None else arguments.runs, len(chosen))
     chosen = chosen if num_runs else []
     strangers = [behaviour for behaviour in chosen if isinstance(behaviour, SocketBehaviour)]
     plans = plan_runs(chosen, num_runs, NUM_BATCHES, arguments.seed)
@@ -266,24 +288,26 @@ def _one_alone(site: Site, alone: Alone) -> str | None:
     return alone.watch(start(0, False), files.run_dir, log, hostile, site.patience_s)
 
 
-def _behaviour(name: str) -> str:
-    if name not in BEHAVIOURS:
-        raise argparse.ArgumentTypeError(f"{name!r} is none of --list")
-    return name
-
-
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=("endpoints", "episodes"), default="endpoints")
     parser.add_argument(
-        "--runs", type=int, default=14, help="0: only those without the healthy endpoints"
+        "--runs",
+        type=int,
+        help=f"default: {NUM_RUNS}, of episodes {DEFAULT_RUNS}; 0: only those without the healthy "
+        "endpoints",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", type=_behaviour, metavar="BEHAVIOUR")
+    parser.add_argument("--only", nargs="+", metavar="BEHAVIOUR")
     parser.add_argument("--list", action="store_true", help="show the behaviours and stop")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds without progress")
     parser.add_argument("--keep", action="store_true", help="keep the runs' folder")
     parser.add_argument("--set", dest="overrides", nargs="*", default=[], metavar="key=value")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    known = EPISODE_BEHAVIOURS if arguments.part == "episodes" else BEHAVIOURS
+    if unknown := [name for name in arguments.only or () if name not in known]:
+        parser.error(f"--only: {unknown[0]!r} is none of --list")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -82,7 +83,12 @@ def check_trained_contents(run_dir: Path, model: Path) -> ContentCheck:
                 f"batch {v}, prompt {key[1]} of epoch {key[0]}: {difference:.3g} nats"
             )
         num_responses += sum(len(group.completions) for group in groups.values())
-        num_tokens += sum(len(c.token_ids) for group in groups.values() for c in group.completions)
+        num_tokens += sum(
+            len(request.token_ids)
+            for group in groups.values()
+            for completion in group.completions
+            for request in requests_of(group.prompt.token_ids, completion)
+        )
     return ContentCheck(
         run.num_batches,
         num_responses,
@@ -130,15 +136,51 @@ def put_weights(policy: nn.Module, masters: Mapping[str, Tensor]) -> None:
 
 
 def group_difference(policy: nn.Module, group: RolloutGroup) -> float:
-    """The largest mean |Δ log-prob| of its responses, nats."""
-    prompt = group.prompt.token_ids
-    return max(response_difference(policy, prompt, response) for response in group.completions)
+    """The largest mean |Δ log-prob| of its responses, nats; of an episode, of its turns."""
+    return max(
+        request_difference(policy, request)
+        for completion in group.completions
+        for request in requests_of(group.prompt.token_ids, completion)
+    )
+
+
+class Request(NamedTuple):
+    """What the model was shown, and what it sampled."""
+
+    prompt_ids: np.ndarray  # int32 [P]
+    token_ids: np.ndarray  # int32 [R]
+    logprobs: np.ndarray  # float32 [R]
+
+
+def requests_of(prompt_ids: np.ndarray, completion: Completion) -> list[Request]:
+    """One; of an episode, which says itself what the model was shown, one for each turn.
+
+    Raises ``ValueError`` if what is trained of an episode are not exactly the tokens that its turns
+    have sampled.
+    """
+    tokens, logprobs = completion.token_ids, completion.logprobs
+    if completion.episode is None:
+        return [Request(prompt_ids, tokens, logprobs)]
+    paths: list[np.ndarray] = []
+    requests: list[Request] = []
+    is_sampled = np.zeros(len(tokens), dtype=np.int64)
+    for turn in completion.episode.turns:
+        before = tokens[:0] if turn.parent is None else paths[turn.parent]
+        paths.append(np.concatenate([before, tokens[turn.start : turn.end]]))
+        shown = paths[-1][: len(before) + turn.sampled - turn.start]
+        sampled = slice(turn.sampled, turn.end)
+        requests.append(Request(shown, tokens[sampled], logprobs[sampled]))
+        is_sampled[sampled] += 1
+    if not np.array_equal(is_sampled, completion.loss_mask.astype(np.int64)):
+        raise ValueError("what is trained of an episode is not what was sampled, each token once")
+    return requests
 
 
 @torch.no_grad()
-def response_difference(policy: nn.Module, prompt: np.ndarray, response: Completion) -> float:
-    """Mean |Δ log-prob| between what its endpoint said of a response and ``policy``, nats."""
-    tokens = torch.from_numpy(np.concatenate([prompt, response.token_ids]).astype(np.int64))
-    logits = policy(tokens[None]).logits[0, len(prompt) - 1 : -1].double()
-    own = logits.log_softmax(-1).gather(-1, tokens[len(prompt) :, None])[:, 0].numpy()
-    return float(np.abs(own - response.logprobs).mean())
+def request_difference(policy: nn.Module, request: Request) -> float:
+    """Mean |Δ log-prob| between what its endpoint said of an answer and ``policy``, nats."""
+    ids = np.concatenate([request.prompt_ids, request.token_ids]).astype(np.int64)
+    tokens, num_shown = torch.from_numpy(ids), len(request.prompt_ids)
+    logits = policy(tokens[None]).logits[0, num_shown - 1 : -1].double()
+    own = logits.log_softmax(-1).gather(-1, tokens[num_shown:, None])[:, 0].numpy()
+    return float(np.abs(own - request.logprobs).mean())

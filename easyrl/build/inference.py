@@ -254,7 +254,11 @@ def open_inference(
         api_keys.learn(url, key)
     adapters = AdapterNames()
     fetchers = FetcherPool(
-        config.inference.num_fetchers, api_keys, vocabulary=vocabulary, adapters=adapters
+        config.inference.num_fetchers,
+        api_keys,
+        vocabulary=vocabulary,
+        adapters=adapters,
+        is_awaited=bool(config.environments),
     )
     thread.run(fetchers.start())
     opened.callback(lambda: thread.run(fetchers.close()))

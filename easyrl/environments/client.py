@@ -80,7 +80,7 @@ class Client:
         self, connections: Connections, base_url: str, api_key: str, model: str = "policy"
     ) -> None:
         self._connections = connections
-        self._base_url = base_url.rstrip("/")
+        self.base_url, self.api_key = base_url.rstrip("/"), api_key
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self.model = model
 
@@ -94,7 +94,7 @@ class Client:
         body = {"model": self.model, "messages": list(messages), **more}
         if tools:
             body["tools"] = list(tools)
-        answer = await self._post(f"{self._base_url}/chat/completions", body)
+        answer = await self._post(f"{self.base_url}/chat/completions", body)
         choice = answer["choices"][0]
         message = {name: value for name, value in choice["message"].items() if value is not None}
         message.setdefault("content", "")
@@ -103,7 +103,7 @@ class Client:
     async def generate(self, token_ids: Sequence[int], **sampling: Any) -> Generated:
         """What the model samples behind ``token_ids``; ``sampling`` as max_tokens and stop."""
         body = {"token_ids": [int(token) for token in token_ids], "sampling_params": sampling}
-        url = self._base_url.removesuffix("/v1") + "/inference/v1/generate"
+        url = self.base_url.removesuffix("/v1") + "/inference/v1/generate"
         choice = (await self._post(url, body))["choices"][0]
         tokens = (choice.get("logprobs") or {}).get("content") or []
         logprobs = [float(token["logprob"]) for token in tokens]

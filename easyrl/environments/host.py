@@ -42,6 +42,7 @@ MOST_COMPONENTS = 256
 MOST_TURN_REWARDS = 100_000
 MOST_TOOL_CALLS = 10_000
 NAME_CHARACTERS = 200
+LARGEST = 3.4028234663852886e38  # that a float32 holds, in which rewards are trained
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -122,9 +123,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any, what: str) -> float:
-    if not _is_number(value) or not math.isfinite(float(value)):
-        raise NoResult(f"{what} is {value!r:.100}; it has to be a finite number")
-    return float(value)
+    number = float(value) if _is_number(value) else math.nan
+    if not abs(number) <= LARGEST:  # a NaN is neither above nor below
+        raise NoResult(f"{what} is {value!r:.100}; it has to be a finite number (float32)")
+    return number
 
 
 # -- what went wrong ---------------------------------------------------------------------------
@@ -135,13 +137,18 @@ def failure_of(error: BaseException, own_file: str | None) -> dict[str, Any]:
     leaf = error
     while parts := getattr(leaf, "exceptions", None):  # a group's first says more than the group
         leaf = parts[0]
-    said = " ".join(f"{type(leaf).__name__}: {leaf}".split()).removesuffix(":")
-    if isinstance(leaf, NoResult):
-        said = " ".join(str(leaf).split())
-    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        said = " ".join(f"{type(leaf).__name__}: {leaf}".split()).removesuffix(":")
+        if isinstance(leaf, NoResult):
+            said = " ".join(str(leaf).split())
+        lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        where = _where(leaf, own_file)
+    except Exception as of_text:  # a user's may not tell what it is, or where
+        said = lines = f"{type(leaf).__name__} (its text raises {type(of_text).__name__})"
+        where = own_file
     return {
         "error": said[:ERROR_CHARACTERS],
-        "where": _where(leaf, own_file),
+        "where": where,
         "traceback": lines[-TRACEBACK_CHARACTERS:],
     }
 
@@ -174,7 +181,8 @@ class Lines:
         self._lock = threading.Lock()
 
     def send(self, **message: Any) -> None:
-        data = json.dumps(message).encode() + b"\n"
+        # half of a surrogate pair, which a str may have, is no text that JSON can carry
+        data = json.dumps(message, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
         with self._lock:
             while data:
                 data = data[os.write(self._write, data) :]

@@ -59,6 +59,10 @@ class LineTooLong(ValueError):
     """A line of more than ``MOST_LINE_BYTES``."""
 
 
+class NoMessage(ValueError):
+    """A line of JSON that is none of ``host``'s: a field lacks, or is of another type."""
+
+
 class LineSplitter:
     """Cuts a stream of bytes into its lines."""
 
@@ -120,7 +124,7 @@ class HostProcess(SupervisedChild):
     def buffer_updated(self, nbytes: int) -> None:
         try:
             super().buffer_updated(nbytes)
-        except (LineTooLong, orjson.JSONDecodeError) as error:
+        except (LineTooLong, NoMessage, orjson.JSONDecodeError) as error:
             if self._why_killed is None:
                 self.kill(f"it sent what no host sends ({type(error).__name__})")
 
@@ -128,6 +132,13 @@ class HostProcess(SupervisedChild):
     def beats(self) -> bool:
         """Whether its event loop is alive."""
         return self.is_ready and time.monotonic() - self._last_beat_s < ALIVE_S
+
+    def look(self) -> None:
+        """Ends what is left of a process that has ended, and whose socket another one keeps."""
+        child = self.child
+        if child is not None and self._transport is not None and self._why_killed is None:
+            if child.process.poll() is not None:
+                self.kill(child.ending())
 
     # -- rollouts
 
@@ -161,6 +172,12 @@ class HostProcess(SupervisedChild):
 
     def on_message(self, payload: bytes) -> None:
         message = orjson.loads(payload)
+        try:
+            self._heed(message)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise NoMessage from error
+
+    def _heed(self, message: dict[str, Any]) -> None:
         kind = message["type"]
         if kind == "beat":
             self._last_beat_s = time.monotonic()
@@ -182,17 +199,19 @@ class HostProcess(SupervisedChild):
 
     def _on_answer(self, message: dict[str, Any]) -> None:
         number = message["id"]
+        rollout = self.rollouts.get(number)
+        if rollout is not None and not rollout.future.done():
+            # before it is taken out: if this is no message, the rollout ends with its host
+            if message["type"] == "done":
+                turns = tuple(map(float, message["turn_rewards"]))
+                parts = {str(name): float(part) for name, part in message["components"].items()}
+                calls = tuple(ToolCallTime(*call) for call in message["tool_calls"])
+                rollout.future.set_result(Outcome(float(message["reward"]), parts, turns, calls))
+            elif message["type"] == "failed":
+                rollout.future.set_exception(self._failure(message))
         self.overdue.pop(number, None)
-        rollout = self.rollouts.pop(number, None)
-        if rollout is None or rollout.future.done():
+        if self.rollouts.pop(number, None) is None:
             return  # it was over here: cancelled, or given up
-        if message["type"] == "done":
-            turns = tuple(message["turn_rewards"])
-            calls = tuple(ToolCallTime(*call) for call in message["tool_calls"])
-            outcome = Outcome(message["reward"], message["components"], turns, calls)
-            rollout.future.set_result(outcome)
-        elif message["type"] == "failed":
-            rollout.future.set_exception(self._failure(message))
         if self.is_retiring and not self.rollouts and self._why_killed is None:
             self.kill("its last rollout has ended")
 

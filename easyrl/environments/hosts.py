@@ -10,13 +10,14 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
 
 from easyrl.config import EnvironmentConfig, HistoryMode
-from easyrl.environments.failures import EnvironmentFailed, RolloutHung
+from easyrl.environments.failures import EnvironmentFailed, HostDied, RolloutHung
 from easyrl.environments.host_process import HostProcess, Outcome, Rollout
 from easyrl.runtime.process_guard import ProcessGuard
 from easyrl.runtime.workers.child_process import new_mark
@@ -46,6 +47,7 @@ class EnvironmentHosts:
         self._mark = new_mark()
         self._hosts = [HostProcess(environment, self._mark) for _ in range(environment.num_hosts)]
         self._retiring: set[HostProcess] = set()
+        self._room = asyncio.Semaphore(environment.num_hosts)  # of rollouts that are alone
         self._numbers = itertools.count()
         self._guard: ProcessGuard | None = None  # while it runs
 
@@ -102,12 +104,14 @@ class EnvironmentHosts:
         prompt: Prompt,
         seed: int,
         seconds_since_request: Callable[[], float],
+        alone: bool = False,
     ) -> Outcome:
         """One rollout, which asks its model at ``session_url`` (ends in /v1) with ``key``.
 
         ``seconds_since_request`` says since when the rollout has had no request: 0 while one is
-        open, infinity before the first. Raises ``EnvironmentFailed``: ``RolloutHung``,
-        ``HostDied``, or what its code raised. Cancelling cancels the rollout.
+        open, infinity before the first. ``alone``: in a host of its own, where no other rollout can
+        be the reason if that dies; at most ``num_hosts`` are at once. Raises ``EnvironmentFailed``:
+        ``RolloutHung``, ``HostDied``, or what its code raised. Cancelling cancels the rollout.
         """
         if self._guard is None:
             raise RuntimeError(f"the hosts of environment {self.environment.name} do not run")
@@ -123,12 +127,27 @@ class EnvironmentHosts:
         }
         data = orjson.dumps(message, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
         rollout = Rollout(number, data, asyncio.get_running_loop().create_future())
-        host = self._next_host()
-        host.take(rollout)
-        try:
-            return await self._watched(host, rollout, seconds_since_request)
-        finally:
-            host.cancel(rollout)  # nothing if it is over
+        async with self._host(alone) as host:
+            host.take(rollout)
+            try:
+                return await self._watched(host, rollout, seconds_since_request)
+            finally:
+                host.cancel(rollout)  # nothing if it is over
+
+    @asynccontextmanager
+    async def _host(self, alone: bool) -> AsyncIterator[HostProcess]:
+        """Which takes the next rollout; one alone waits until there is room for its own."""
+        if not alone:
+            yield self._next_host()
+            return
+        async with self._room:
+            host = HostProcess(self.environment, self._mark)
+            host.is_retiring = True  # it ends with the first rollout that it takes
+            self._retiring.add(host)
+            try:
+                yield host
+            finally:
+                self._retiring = {each for each in self._retiring if each.child is not None}
 
     def _next_host(self) -> HostProcess:
         """The one with the fewest rollouts; those with one that will not end are replaced."""
@@ -148,29 +167,46 @@ class EnvironmentHosts:
             if rollout.future.done():
                 return rollout.future.result()
             now_s = time.monotonic()
+            host.look()
             if rollout.sent_s is None:  # the host is being started
                 if now_s - host.asked_s > self.environment.start_timeout_s and host.alive:
                     host.kill("it took longer than start_timeout_s to load the environment")
             elif min(now_s - rollout.sent_s, seconds_since_request()) > limit_s:
-                await self._end(host, rollout)
+                if (blocked := await self._end(host, rollout)) is not None:
+                    raise HostDied(self.environment.name, blocked)
                 raise RolloutHung(
                     self.environment.name,
                     f"a rollout made no request for {limit_s:g} s and was cancelled; bound what it "
                     "waits for, or raise idle_timeout_s",
                 )
 
-    async def _end(self, host: HostProcess, rollout: Rollout) -> None:
-        """Cancels what hangs. A host that does not obey is killed, once nobody else needs it."""
+    async def _end(self, host: HostProcess, rollout: Rollout) -> str | None:
+        """Cancels what hangs. A host that does not obey is killed, once nobody else needs it.
+
+        Returns why the host, with all that is in it, is to blame and maybe not this rollout.
+        """
+        child, deadline_s = host.child, time.monotonic() + self._cancel_grace_s
         host.cancel(rollout)
-        deadline_s = time.monotonic() + self._cancel_grace_s
+        if host.is_retiring and not host.rollouts:  # it was alone there, and has ended the host
+            return None
         while rollout.number in host.overdue and time.monotonic() < deadline_s:
             await asyncio.sleep(min(0.05, self._cancel_grace_s / 4))
-        if rollout.number not in host.overdue or not host.alive:
-            return
+        if host.child is not child:
+            return "its host process ended meanwhile"
+        if rollout.number not in host.overdue:
+            return None
+        others = host.rollouts.keys() | host.overdue.keys() - {rollout.number}
+        if not host.beats and others:
+            if host.alive:
+                host.kill(f"a rollout blocked it, for {self._cancel_grace_s:g} s and longer")
+            return "a rollout blocked its host process, this one or another"
+        if not host.alive:
+            return None
         if not host.beats or not host.rollouts:
             host.kill(f"a rollout hung and did not end {self._cancel_grace_s:g} s after")
         elif host in self._hosts:
             self._retire(self._hosts.index(host))
+        return None
 
     def _retire(self, place: int) -> None:
         """A new host takes its place; it ends with the last rollout that can end."""

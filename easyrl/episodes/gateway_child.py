@@ -25,6 +25,7 @@ from easyrl.gateway.messages import (
     encode,
 )
 from easyrl.gateway.process import ENTRY
+from easyrl.runtime.workers.child_process import END_LIMIT_S
 from easyrl.runtime.workers.reporting_child import ReportingChild
 from easyrl.schema import GatewayGone
 
@@ -58,12 +59,16 @@ class GatewayChild(ReportingChild):
         Raises ``GatewayGone`` if none comes up.
         """
         port, _ = await self._started()
+        child = self.child
         self._sessions[session.id] = session
         sampling = session.sampling.model_dump_json(include=SAMPLING_FIELDS)
         self.post(Open(session.id, session.key, sampling.encode(), session.history))
         try:
             yield f"http://127.0.0.1:{port}/sessions/{session.id}"
         finally:
+            if self.child is child and not self.alive:
+                # it has ended, and clients have heard of it before ``on_end``: not their failure
+                await asyncio.wait([session.failed], timeout=END_LIMIT_S)
             if self._sessions.pop(session.id, None) is not None:  # else the process has ended
                 self.post(Close(session.id))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -29,7 +30,7 @@ def ignore_turn(turn: JournalledTurn) -> None:
     """An ``OnTurn`` that keeps nothing."""
 
 
-MAX_STARTS = 3  # of an episode whose host, or the gateway, dies
+MAX_STARTS = 3  # of an episode whose host dies; likewise of one whose gateway does
 
 
 class EpisodeFailed(RuntimeError):
@@ -66,10 +67,11 @@ class Environment(Protocol):
         prompt: Prompt,
         seed: int,
         seconds_since_request: Callable[[], float],
+        alone: bool = False,
     ) -> Outcome:
         """One rollout to its end, with the model at ``session_url``, which ends in /v1.
 
-        Raises ``EnvironmentFailed``.
+        ``alone``: no other rollout is in its process. Raises ``EnvironmentFailed``.
         """
 
 
@@ -110,7 +112,8 @@ class EpisodePlayer:
         """
         environment = self.environments[self.choose(prompt)]
         why = ""
-        for _ in range(MAX_STARTS):
+        num_ends = Counter[type[Exception]]()  # of processes that it needs, by what they are
+        while max(num_ends.values(), default=0) < MAX_STARTS:
             session = Session(
                 prompt,
                 sampling,
@@ -122,9 +125,12 @@ class EpisodePlayer:
             )
             session.on_turn = partial(_tell, on_turn, session, number, environment.name)
             try:
-                return await self._timed(environment, session, number)
+                # at last alone: the others that it has died with may have been the reason
+                alone = num_ends[HostDied] == MAX_STARTS - 1
+                return await self._timed(environment, session, number, alone=alone)
             except (SessionLost, HostDied) as error:
                 why = str(error)
+                num_ends[type(error)] += 1
                 self.num_restarts += 1
                 self.record(
                     "episode_restarted",
@@ -136,12 +142,14 @@ class EpisodePlayer:
                 log.warning("%s; an episode of %s starts again", why, environment.name)
         raise EpisodeFailed(f"environment {environment.name}: {MAX_STARTS} times: {why}")
 
-    async def _timed(self, environment: Environment, session: Session, number: int) -> Completion:
+    async def _timed(
+        self, environment: Environment, session: Session, number: int, *, alone: bool
+    ) -> Completion:
         """An episode, told to the timeline however it ends."""
         start_s, name = time.monotonic(), environment.name
         calls: list[ToolCall] = []
         try:
-            made = await self._episode(environment, session, calls)
+            made = await self._episode(environment, session, calls, alone=alone)
         finally:
             whole = start_s, time.monotonic()
             tell_spans(self.span, name, session, number, whole, calls)
@@ -149,7 +157,7 @@ class EpisodePlayer:
         return made
 
     async def _episode(
-        self, environment: Environment, session: Session, calls: list[ToolCall]
+        self, environment: Environment, session: Session, calls: list[ToolCall], *, alone: bool
     ) -> Completion:
         """``calls``: filled with those of its tools."""
         try:
@@ -161,6 +169,7 @@ class EpisodePlayer:
                         session.prompt,
                         session.seed,
                         lambda: session.idle_s,
+                        alone,
                     )
                 )
                 ends: list[asyncio.Future[Any]] = [rollout, session.failed]

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import importlib.util
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -33,6 +32,7 @@ from easyrl.rewards.signatures import (
 from easyrl.runtime.user_code import FileRaises, NoPythonFile, definition, run_file
 from easyrl.schema import Prompt
 
+LARGEST = float(np.finfo(np.float32).max)  # rewards are trained in float32
 # What a reward says of one response; None: no opinion; a mapping: its ``score``, and other parts
 Value = float | None | dict[str, float]
 
@@ -252,6 +252,6 @@ def _value(value: Any, where: str) -> Value:
 
 
 def _number(value: Any, where: str) -> float:
-    if not isinstance(value, Real | np.bool_) or not math.isfinite(value):
-        raise ValueError(f"returned {value!r:.100} {where}; expected a finite number")
+    if not isinstance(value, Real | np.bool_) or not abs(float(value)) <= LARGEST:
+        raise ValueError(f"returned {value!r:.100} {where}; expected a finite number (float32)")
     return float(value)

@@ -20,6 +20,9 @@ from easyrl.inference_client.fetching.messages import Send, Settings
 from easyrl.inference_client.fetching.suspects import Suspects
 from easyrl.schema import Completion
 
+# Of the time that a reply took, for which it may wait for others: each delivery takes the
+# interpreter from the training loop for a moment.
+DELIVERY_DELAY = 0.02
 SAMPLING_FIELDS = set(SamplingConfig.model_fields)  # not those of its subclasses
 
 
@@ -29,6 +32,10 @@ class FetcherPool:
     A fetcher that dies or hangs is replaced and its requests are sent again, with the same seeds
     (``Suspects``); the one whose answer did it raises ``MalformedResponse``. ``FetcherDied`` if no
     process comes up. ``close`` leaves none behind; on Linux neither does a parent that is killed.
+
+    Args:
+        is_awaited: somebody waits for each reply (an environment, for its turn): none waits for
+            others.
     """
 
     def __init__(
@@ -38,8 +45,9 @@ class FetcherPool:
         *,
         vocabulary: Vocabulary = ANY_INT32,
         adapters: AdapterNames | None = None,
+        is_awaited: bool = False,
     ) -> None:
-        settings = Settings(vocabulary)
+        settings = Settings(vocabulary, 0.0 if is_awaited else DELIVERY_DELAY)
         self._suspects = Suspects(settings)
         self._fetchers = [Fetcher(settings, self._suspects.add) for _ in range(num_fetchers)]
         self._api_keys, self._adapters = api_keys or ApiKeys(), adapters or AdapterNames()

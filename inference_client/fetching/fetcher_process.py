@@ -46,9 +46,7 @@ ORDERS_BYTES = 2**16  # read at once
 # once: that is to fail here, and not to have the system end whoever is largest, the trainer.
 MEMORY_SHARE = 0.25
 READ_BUFFER_BYTES = 2**20  # a response fits: reading is not stopped and started again
-# Each delivery takes the interpreter from the training loop for a moment, so that replies travel
-# together: one may wait for others for a part of the time that it took.
-DELIVERY_DELAY = 0.02
+# Replies travel together: one waits for others, a part of the time that it took and at most
 MAX_DELIVERY_DELAY_S = 0.1
 
 
@@ -106,7 +104,15 @@ async def _serve(connection: socket.socket) -> None:
                     settings = msgspec.msgpack.decode(payload, type=Settings)
                     limits = settings.vocabulary
                     fetch = local_fetch(session, limits, api_keys, client_of, adapters)
-                    fetcher = _Fetcher(fetch, api_keys, adapters, writer, client_of, limits)
+                    fetcher = _Fetcher(
+                        fetch,
+                        api_keys,
+                        adapters,
+                        writer,
+                        client_of,
+                        limits,
+                        settings.delivery_delay,
+                    )
                     continue
                 for order in decode_orders(payload):
                     fetcher.obey(order)
@@ -123,8 +129,9 @@ class _Fetcher:
         writer: asyncio.StreamWriter,
         client_of: ClientOf,
         vocabulary: Vocabulary,
+        delivery_delay: float,
     ) -> None:
-        self._writer = writer
+        self._writer, self._delivery_delay = writer, delivery_delay
         self._loop = asyncio.get_running_loop()
         self._single = SingleRequests(fetch, api_keys, adapters, self._answered)
         self._streamed = StreamedRequests(
@@ -158,7 +165,7 @@ class _Fetcher:
     ) -> None:
         self._outbox += _replies(orders, result)
         now_s = self._loop.time()
-        due_s = now_s + min(DELIVERY_DELAY * (now_s - start_s), MAX_DELIVERY_DELAY_S)
+        due_s = now_s + min(self._delivery_delay * (now_s - start_s), MAX_DELIVERY_DELAY_S)
         if self._delivery is None or due_s < self._delivery.when():
             if self._delivery is not None:
                 self._delivery.cancel()

@@ -15,6 +15,7 @@ class Settings(msgspec.Struct, array_like=True):
     """The first message to a fetcher."""
 
     vocabulary: Vocabulary  # of the policy
+    delivery_delay: float  # of the time that a reply took: so long it may wait for others
 
 
 class Send(msgspec.Struct, array_like=True, tag=0, gc=False):

@@ -13,16 +13,21 @@ from benchmarks.parts.memory_peak import MemoryPeak, process_tree
 from benchmarks.parts.trained_contents import (
     TOLERANCE,
     ContentCheck,
+    Request,
     check_trained_contents,
     group_difference,
     put_weights,
     read_masters,
-    response_difference,
+    request_difference,
+    requests_of,
 )
 from easyrl.engines.base import Columns, StatePiece
 from easyrl.engines.state_file import write_state_file
+from easyrl.episodes.turns import TurnRecord, episode_completion
 from easyrl.schema import Completion, RolloutGroup, Score
 from tests.tiny_models import VOCAB_SIZE, random_group, tiny_model
+
+NO_PROMPT = np.zeros(0, dtype=np.int32)  # an episode's turns say what was shown
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +71,35 @@ def test_other_tokens_prompts_numbers_and_weights_show(policy, group):
         (prompt, replace(first, logprobs=first.logprobs * np.float32("nan"))),
     ]
     for shown, response in wrong:
-        assert not response_difference(policy, shown, response) <= TOLERANCE
+        request = Request(shown, response.token_ids, response.logprobs)
+        assert not request_difference(policy, request) <= TOLERANCE
     assert group_difference(tiny_model("qwen3", tied=True, seed=1), group) > 0.1
+
+
+def test_an_episode_is_compared_turn_by_turn(policy):
+    rng = np.random.default_rng(1)
+
+    def turn(shown: np.ndarray, num_tokens: int) -> TurnRecord:
+        made = random_group(rng, len(shown), [num_tokens])
+        asked = replace(made, prompt=replace(made.prompt, token_ids=shown))
+        return TurnRecord(shown, told_by(policy, asked).completions[0])
+
+    first = turn(np.array([3, 4, 5], dtype=np.int32), 4)
+    behind = np.concatenate([first.prompt_ids, first.completion.token_ids, [6, 7]])
+    records = [first, turn(behind.astype(np.int32), 3), turn(np.array([9], dtype=np.int32), 2)]
+    made = episode_completion(records, "game", 1.0)
+    requests = requests_of(NO_PROMPT, made)
+    for request, record in zip(requests, records, strict=True):
+        assert request.prompt_ids.tolist() == record.prompt_ids.tolist()
+        assert request.token_ids.tolist() == record.completion.token_ids.tolist()
+        assert request_difference(policy, request) < 1e-5
+    spoilt = made.logprobs.copy()
+    spoilt[made.episode.turns[1].sampled] -= 0.5
+    group = replace(random_group(rng, 3, [1]), completions=(replace(made, logprobs=spoilt),))
+    assert group_difference(policy, group) > 0.1
+    for mask in (np.ones_like(made.loss_mask), np.zeros_like(made.loss_mask)):
+        with pytest.raises(ValueError, match="each token once"):
+            requests_of(NO_PROMPT, replace(made, loss_mask=mask))
 
 
 def test_one_wrong_response_makes_its_group_wrong(policy, group):

@@ -304,6 +304,26 @@ async def test_a_fetcher_that_ends_before_it_serves_is_nobodys_fault(endpoint, m
     await fetchers.close()
 
 
+@pytest.mark.parametrize("is_awaited", [True, False])
+async def test_a_reply_that_is_awaited_does_not_wait_for_others(is_awaited):
+    async def slow(endpoint: FakeEndpoint, _: web.Request, body: dict) -> web.StreamResponse:
+        await asyncio.sleep(1.0)
+        return web.Response(body=endpoint.response(body), content_type="application/json")
+
+    async with FakeEndpoint(version=V1, always=slow) as endpoint:
+        fetchers = FetcherPool(1, is_awaited=is_awaited)
+        await fetchers.start()
+        try:
+            took_s = []
+            for seed in range(4):
+                start_s = time.monotonic()
+                await fetchers(endpoint.url, PROMPT, SAMPLING, seed)
+                took_s.append(time.monotonic() - start_s)
+        finally:
+            await fetchers.close()
+    assert (min(took_s) - 1.0 < 0.015) is is_awaited, took_s
+
+
 async def test_answers_beyond_the_fetchers_memory_are_their_endpoints_fault():
     async def fetch(url: str, *_: object) -> Completion:
         raise MemoryError
@@ -311,7 +331,9 @@ async def test_answers_beyond_the_fetchers_memory_are_their_endpoints_fault():
     ours, theirs = socket.socketpair()
     with ours:
         reader, writer = await asyncio.open_unix_connection(sock=theirs)
-        process = fetcher_process._Fetcher(fetch, ApiKeys(), AdapterNames(), writer, None, 2**31)
+        process = fetcher_process._Fetcher(
+            fetch, ApiKeys(), AdapterNames(), writer, None, 2**31, 0.0
+        )
         process.obey(Send(3, "http://a", PROMPT.tobytes(), SAMPLING.model_dump_json().encode(), 0))
         frames, replies = FrameSplitter(), []
         ours.setblocking(False)

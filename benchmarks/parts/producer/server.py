@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ CONTENT_LENGTH = b"content-length:"
 class Response:
     content: bytes  # with its HTTP header
     num_tokens: int
+    delay_s: float  # from the request to it
 
 
 def serve(connection: socket.socket) -> None:
@@ -48,31 +50,37 @@ class Script:
 
     def __init__(self, load: Load) -> None:
         self.num_tokens_served = 0
-        self.latency_s_per_token = load.latency_s / load.num_tokens
+        s_per_token = load.latency_s / load.num_tokens
         variants = [_Variant.draw(load, number) for number in range(NUM_VARIANTS)]
         self.generated = {
-            b"/inference/v1/generate": [
-                _response(v.generate(), len(v.token_ids)) for v in variants
-            ],
-            b"/v1/completions": [_response(v.completions(), len(v.token_ids)) for v in variants],
+            path: [response_of(make(v), n := len(v.token_ids), n * s_per_token) for v in variants]
+            for path, make in (
+                (b"/inference/v1/generate", _Variant.generate),
+                (b"/v1/completions", _Variant.completions),
+            )
         }
         models = {"data": [{"id": "scripted", "max_model_len": None}]}
         self.others = {
-            b"/health": _response(b"", 0),
-            b"/v1/models": _response(orjson.dumps(models), 0),
-            b"/weight_info": _response(orjson.dumps({"weight_version": VERSION}), 0),
+            b"/health": response_of(b"", 0),
+            b"/v1/models": response_of(orjson.dumps(models), 0),
+            b"/weight_info": response_of(orjson.dumps({"weight_version": VERSION}), 0),
         }
 
     def answer(self, path: bytes, body: bytes) -> Response:
         variants = self.generated.get(path)
         if variants is None:
             return self.others[path]
-        begin = body.index(SEED) + len(SEED)
-        digits = body[begin : begin + 12].lstrip()
-        end = next(i for i in range(len(digits)) if not digits[i : i + 1].isdigit())
-        response = variants[int(digits[:end]) % NUM_VARIANTS]
+        response = variants[seed_of(body) % NUM_VARIANTS]
         self.num_tokens_served += response.num_tokens
         return response
+
+
+def seed_of(body: bytes) -> int:
+    """A request's, without reading its JSON."""
+    begin = body.index(SEED) + len(SEED)
+    digits = body[begin : begin + 12].lstrip()
+    end = next(i for i in range(len(digits)) if not digits[i : i + 1].isdigit())
+    return int(digits[:end])
 
 
 @dataclass(frozen=True)
@@ -168,17 +176,24 @@ class _Variant:
         }
 
 
-def _response(body: bytes, num_tokens: int) -> Response:
+class Answers(Protocol):
+    """What a connection answers with."""
+
+    def answer(self, path: bytes, body: bytes) -> Response: ...
+
+
+def response_of(body: bytes, num_tokens: int, delay_s: float = 0.0) -> Response:
+    """``body`` behind an HTTP header."""
     header = (
         f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
-    return Response(header.encode() + body, num_tokens)
+    return Response(header.encode() + body, num_tokens, delay_s)
 
 
 class Connection(asyncio.Protocol):
     """One client's; answers one request after the other."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Answers) -> None:
         self._script = script
         self._received = bytearray()
 
@@ -199,8 +214,7 @@ class Connection(asyncio.Protocol):
         body = bytes(self._received[body_begin : body_begin + length])
         del self._received[: body_begin + length]
         response = self._script.answer(head.split(b" ", 2)[1], body)
-        delay_s = response.num_tokens * self._script.latency_s_per_token
-        asyncio.get_running_loop().call_later(delay_s, self._answer, response.content)
+        asyncio.get_running_loop().call_later(response.delay_s, self._answer, response.content)
 
     def _answer(self, content: bytes) -> None:
         if not self._transport.is_closing():

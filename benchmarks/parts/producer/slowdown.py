@@ -17,6 +17,7 @@ from torch import nn
 
 from benchmarks.parts.producer.load import VERSION, Load, pin_threads, servers
 from benchmarks.parts.producer.rollouts import producer, prompts, wait_until_warm
+from benchmarks.parts.thread_clock import ThreadClock, step_seconds
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.runtime.machine import usable_cpus
 
@@ -95,41 +96,16 @@ def _window(
     thread_id: int,
 ) -> Window:
     stream = rollouts.produce(prompts(load), VERSION) if beside else None
-    _run(step, SETTLE_S + 1.5 * LATENCY_S if beside else SETTLE_S)
-    start_s, trainer, other = time.monotonic(), _Clock.of(), _Clock.of(thread_id)
-    durations_s = _run(step, window_s)
+    step_seconds(step, SETTLE_S + 1.5 * LATENCY_S if beside else SETTLE_S)
+    start_s, trainer, other = time.monotonic(), ThreadClock.of(), ThreadClock.of(thread_id)
+    durations_s = step_seconds(step, window_s)
     wall_s = time.monotonic() - start_s
     if stream is not None:
         stream.close()
-    now = _Clock.of()
+    now = ThreadClock.of()
     waited_s = wall_s - (now.cpu_s - trainer.cpu_s) - (now.pushed_aside_s - trainer.pushed_aside_s)
-    producer_s = _Clock.of(thread_id).cpu_s - other.cpu_s
+    producer_s = ThreadClock.of(thread_id).cpu_s - other.cpu_s
     return Window(beside, statistics.median(durations_s), waited_s / wall_s, producer_s / wall_s)
-
-
-@dataclass(frozen=True)
-class _Clock:
-    """A thread's time since its start (Linux)."""
-
-    cpu_s: float
-    pushed_aside_s: float  # it could have run, and another had the core
-
-    @classmethod
-    def of(cls, thread_id: int | None = None) -> _Clock:
-        path = Path(f"/proc/self/task/{thread_id or threading.get_native_id()}/schedstat")
-        cpu_ns, pushed_aside_ns = path.read_text().split()[:2]
-        return cls(int(cpu_ns) / 1e9, int(pushed_aside_ns) / 1e9)
-
-
-def _run(step: Callable[[], None], duration_s: float) -> list[float]:
-    """Seconds of each step, without those in which another process had this thread's core."""
-    durations_s = []
-    end_s = time.monotonic() + duration_s
-    while time.monotonic() < end_s:
-        start_s = time.monotonic() - _Clock.of().pushed_aside_s
-        step()
-        durations_s.append(time.monotonic() - _Clock.of().pushed_aside_s - start_s)
-    return durations_s
 
 
 async def _native_thread_id() -> int:

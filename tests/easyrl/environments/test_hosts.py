@@ -77,6 +77,20 @@ BEHAVIOURS = """
             return {"reward": "much"}
         if prompt.text == "none":
             return None
+        if prompt.text == "huge":
+            return {"reward": 1.0, "turn_rewards": [1e39]}
+        if prompt.text == "surrogate":
+            raise ValueError("half of a pair: \\ud83d")
+        if prompt.text == "untold":
+            raise Untold
+        if prompt.text == "fork":
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(1000)
+            os._exit(3)
+        if prompt.text.startswith("forge "):
+            os.write(int(sys.argv[1]), prompt.text.removeprefix("forge ").encode() + b"\\n")
+            await asyncio.sleep(1000)
         if prompt.text == "print":
             print("from print")
             os.write(1, b'{"type": "done", "id": 0, "reward": 9}\\n')
@@ -90,6 +104,10 @@ BEHAVIOURS = """
 
     async def failing():
         raise OSError("a leaf of a group")
+
+    class Untold(Exception):
+        def __str__(self):
+            raise KeyError
 """
 
 
@@ -146,8 +164,8 @@ async def test_many_rollouts_at_once_and_several_hosts(tmp_path: Path) -> None:
         ("raise", r"environment test: \S*environment.py:8: KeyError: 'no such thing'$"),
         ("group", r"environment.py:\d+: OSError: a leaf of a group$"),
         ("exit", r"environment.py:13: SystemExit: 3$"),
-        ("nan", r"reward is nan; it has to be a finite number$"),
-        ("words", r"reward is 'much'; it has to be a finite number$"),
+        ("nan", r"reward is nan; it has to be a finite number \(float32\)$"),
+        ("words", r"reward is 'much'; it has to be a finite number \(float32\)$"),
         ("none", r"the rollout returned None; return a number, or a mapping"),
     ],
 )
@@ -211,6 +229,81 @@ async def test_a_host_that_blocks_is_killed_and_what_comes_then_has_another(
         with pytest.raises(RolloutHung):
             await rollout(hosts, chat, "block", session="block")
         assert (await rollout(hosts, chat)).components != pid
+
+
+async def test_what_a_blocked_host_takes_with_it_is_not_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("easyrl.environments.host_process.ALIVE_S", 1.5)
+    environment = coroutine(tmp_path, BEHAVIOURS, idle_timeout_s=2.0)
+    async with ScriptedChat() as chat, running(environment) as hosts:
+        others = [asyncio.create_task(rollout(hosts, chat, "wait", session="w")) for _ in range(3)]
+        await asyncio.sleep(0.5)
+        blocks = asyncio.create_task(rollout(hosts, chat, "block", session="block"))
+        ended = await asyncio.gather(*others, blocks, return_exceptions=True)
+        assert [type(each) for each in ended] == [HostDied] * 4
+        with pytest.raises(RolloutHung):
+            await hosts.run(
+                chat.session("b"), chat.key, prompt("block"), 0, lambda: 9.0, alone=True
+            )
+
+
+async def test_a_rollout_alone_has_a_host_that_ends_with_it(tmp_path: Path) -> None:
+    async with ScriptedChat() as chat, running(coroutine(tmp_path, BEHAVIOURS)) as hosts:
+        pid = (await rollout(hosts, chat)).components["pid"]
+        own = await hosts.run(chat.session("a"), chat.key, prompt("x"), 0, lambda: 0.0, alone=True)
+        assert own.components["pid"] != pid
+        process = psutil.Process(int(own.components["pid"]))
+        await asyncio.to_thread(psutil.wait_procs, [process], 5)
+        assert not process.is_running()
+        with pytest.raises(HostDied):
+            await hosts.run(chat.session("d"), chat.key, prompt("die"), 0, lambda: 0.0, alone=True)
+        assert (await rollout(hosts, chat)).components["pid"] == pid
+
+
+async def test_a_fork_that_keeps_the_socket_does_not_keep_the_host(tmp_path: Path) -> None:
+    async with ScriptedChat() as chat, running(coroutine(tmp_path, BEHAVIOURS)) as hosts:
+        with pytest.raises(HostDied, match="exit code 3"):
+            await asyncio.wait_for(rollout(hosts, chat, "fork"), 20)
+        assert (await rollout(hosts, chat)).reward == 0.5
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        "7",
+        '{"id": 0}',
+        '{"type": "output"}',
+        '{"type": "done", "id": 0, "reward": "much", "components": {}, "turn_rewards": []}',
+        '{"type": "done", "id": 0, "reward": 1, "components": {}, "turn_rewards": ["a"]}',
+        '{"type": "done", "id": [], "reward": 1}',
+        '{"type": "failed", "id": 0}',
+    ],
+)
+async def test_lines_that_are_no_messages_end_the_host(line: str, tmp_path: Path) -> None:
+    async with ScriptedChat() as chat, running(coroutine(tmp_path, BEHAVIOURS)) as hosts:
+        with pytest.raises(HostDied, match="sent what no host sends"):
+            await asyncio.wait_for(rollout(hosts, chat, f"forge {line}"), 20)
+        assert (await rollout(hosts, chat)).reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [
+        ("huge", "turn_rewards is 1e\\+39"),
+        ("surrogate", "half of a pair: \\?"),
+        ("untold", "Untold \\(its text raises KeyError\\)"),
+    ],
+)
+async def test_what_cannot_be_told_is_a_failure_and_the_host_goes_on(
+    behaviour: str, said: str, tmp_path: Path
+) -> None:
+    async with ScriptedChat() as chat, running(coroutine(tmp_path, BEHAVIOURS)) as hosts:
+        pid = (await rollout(hosts, chat)).components
+        with pytest.raises(EnvironmentFailed, match=said):
+            await asyncio.wait_for(rollout(hosts, chat, behaviour), 20)
+        assert (await rollout(hosts, chat)).components == pid
 
 
 async def test_a_rollout_that_ignores_its_end_costs_no_other(tmp_path: Path) -> None:

@@ -91,8 +91,16 @@ class Environment:
     name: str = "game"
     max_turns: int = 20
     history: HistoryMode = "keep"
+    alone: list[bool] = field(default_factory=list)  # of each start
 
     async def run(
-        self, url: str, key: str, prompt: Prompt, seed: int, idle_s: Callable[[], float]
+        self,
+        url: str,
+        key: str,
+        prompt: Prompt,
+        seed: int,
+        idle_s: Callable[[], float],
+        alone: bool = False,
     ) -> Said:
+        self.alone.append(alone)
         return await self.rollout(self.gateway.sessions[url.removesuffix("/v1")], prompt)

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from easyrl.config import SamplingConfig
@@ -58,5 +59,36 @@ async def test_one_that_never_served_is_not_tried_again(tmp_path: Path) -> None:
     try:
         with pytest.raises(GatewayGone, match="could not be started: exit code 1"):
             await gateway.start()
+    finally:
+        await gateway.close()
+
+
+async def ask(http: aiohttp.ClientSession, url: str, of: Session) -> list[int]:
+    headers = {"Authorization": f"Bearer {of.key}"}
+    body = {"token_ids": IDS.tolist()}
+    async with http.post(f"{url}/inference/v1/generate", json=body, headers=headers) as response:
+        return (await response.json())["choices"][0]["token_ids"]
+
+
+async def test_whoever_hears_first_of_its_end_an_episode_that_needs_it_is_lost(
+    tmp_path: Path,
+) -> None:
+    chat_tokenizer().save_pretrained(tmp_path)
+    gateway = GatewayChild(Settings(str(tmp_path)))
+    try:
+        async with aiohttp.ClientSession() as http:
+            one = session()
+            async with gateway.serves(one) as url:
+                assert await ask(http, url, one) == one.records[0].completion.token_ids.tolist()
+                assert gateway.child is not None
+                os.kill(gateway.child.process.pid, signal.SIGKILL)
+                with pytest.raises(aiohttp.ClientError):  # as a rollout, which ends by that
+                    while True:
+                        await ask(http, url, one)
+            assert isinstance(one.failed.exception() if one.failed.done() else None, SessionLost)
+            two = session()
+            async with gateway.serves(two) as url:
+                assert len(await ask(http, url, two)) == 4
+            assert not two.failed.done()
     finally:
         await gateway.close()

@@ -91,8 +91,28 @@ async def test_one_that_dies_again_and_again_is_given_up():
     async def dies(session: Session, prompt: Prompt) -> Said:
         raise SessionLost("its host has ended: SIGSEGV")
 
+    of = player(dies)
     with pytest.raises(EpisodeFailed, match=f"environment game: {MAX_STARTS} times: .*SIGSEGV"):
-        await play(player(dies), Endpoint())
+        await play(of, Endpoint())
+    (environment,) = of.environments
+    assert isinstance(environment, Environment)
+    assert environment.alone == [False] * MAX_STARTS  # in hosts that have not died
+
+
+async def test_the_last_start_is_alone_and_others_deaths_are_counted_apart():
+    ends = [HostDied("game", "SIGKILL"), SessionLost("it"), HostDied("game", "SIGKILL")]
+
+    async def dies(session: Session, prompt: Prompt) -> Said:
+        if ends:
+            raise ends.pop(0)
+        return await two_turns(session, prompt)
+
+    of = player(dies)
+    made = await play(of, Endpoint())
+    assert made.episode is not None and made.episode.failure is None
+    (environment,) = of.environments
+    assert isinstance(environment, Environment)
+    assert environment.alone == [False, False, False, True]  # nobody else can be the reason then
 
 
 async def test_own_code_that_fails_behind_a_turn_scores_nothing():

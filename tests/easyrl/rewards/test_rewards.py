@@ -157,6 +157,10 @@ def quits(prompt, texts, token_ids):
 def too_few(prompt, texts, token_ids):
     return [1.0] * (len(texts) - 1)
 
+def huge(prompt, texts, token_ids):
+    return [1.0, 1e300]
+
+
 def infinite(prompt, texts, token_ids):
     return [float("nan") for _ in texts]
 
@@ -283,6 +287,7 @@ def test_start_up_refuses_wrong_kwargs(name, kwargs, message):
         ("quits", "SystemExit: enough"),
         ("too_few", "returned 1 rewards for 2 responses"),
         ("infinite", "returned nan for response 0; expected a finite number"),
+        ("huge", r"returned 1e\+300 for response 1; expected a finite number"),
         ("words", "returned 'good' for response 0; expected a finite number"),
         ("one_number", r"returned 1\.0; expected a list of 2 numbers"),
     ],

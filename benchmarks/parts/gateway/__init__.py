@@ -1,0 +1,1 @@
+"""What ``benchmarks.gateway`` is made of: a scripted server, a client, windows of both ways."""

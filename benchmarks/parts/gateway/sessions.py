@@ -1,0 +1,148 @@
+"""Sessions at a time, of the gateway or of the server itself, in the process of a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.parts.gateway.load import (
+    ADDED_TOKENS,
+    FIRST_TOKENS,
+    LATENCY_S,
+    NUM_TURNS,
+    SAMPLED_TOKENS,
+    VOCABULARY,
+    Texts,
+    write_tokenizer,
+    write_variants,
+)
+from benchmarks.parts.producer.load import VERSION
+from easyrl.build.episodes import session_of
+from easyrl.build.inference import Inference, open_inference, open_scoring
+from easyrl.completion_check import Vocabulary
+from easyrl.config import Config
+from easyrl.environments.hosts import EnvironmentHosts
+from easyrl.runtime.workers.child_process import Child, start_child
+from easyrl.schema import Prompt
+
+CLIENT = Path(__file__).with_name("client.py")
+ROUTES = ("chat", "tokens")  # in turns, session by session
+NO_PROMPT = np.zeros(1, dtype=np.int32)  # an environment's own are asked for
+
+
+@dataclass
+class Turns:
+    """What was answered, by route: seconds beyond the server's own, of each turn."""
+
+    added_s: dict[str, list[float]] = field(default_factory=lambda: {route: [] for route in ROUTES})
+
+    @property
+    def number(self) -> int:
+        return sum(map(len, self.added_s.values()))
+
+
+class Sessions:
+    """``at_a_time`` sessions, one behind the other in each place; places begin staggered."""
+
+    def __init__(
+        self, inference: Inference, server_url: str, variants: Path, texts: Texts, at_a_time: int
+    ) -> None:
+        assert inference.episodes is not None
+        (hosts,) = inference.episodes.environments
+        assert isinstance(hosts, EnvironmentHosts)
+        self._inference, self._player, self._hosts = inference, inference.episodes, hosts
+        self._server_url, self._variants, self._texts = server_url, variants, texts
+        self._at_a_time = at_a_time
+        self._numbers = itertools.count()
+
+    async def run(self, duration_s: float, *, direct: bool) -> Turns:
+        """Begins none behind ``duration_s``, and returns when all have ended."""
+        turns, end_s = Turns(), time.monotonic() + duration_s
+        places = [self._place(turns, end_s, n, direct) for n in range(self._at_a_time)]
+        await asyncio.gather(*places)
+        return turns
+
+    async def _place(self, turns: Turns, end_s: float, place: int, direct: bool) -> None:
+        await asyncio.sleep(place / self._at_a_time * LATENCY_S)
+        while time.monotonic() < end_s:
+            number = next(self._numbers)
+            route = ROUTES[number % len(ROUTES)]
+            prompt = self._prompt(number, route, direct)
+            play = self._direct if direct else self._through_the_gateway
+            turns.added_s[route] += await play(prompt, number)
+
+    async def _direct(self, prompt: Prompt, seed: int) -> list[float]:
+        url = f"{self._server_url}/v1"
+        outcome = await self._hosts.run(url, "-", prompt, NUM_TURNS * seed, lambda: 0.0)
+        return list(outcome.turn_rewards)
+
+    async def _through_the_gateway(self, prompt: Prompt, seed: int) -> list[float]:
+        """As a run plays the samples of a group (``build.inference``)."""
+        pool, sampling = self._inference.pool, self._inference.config.rollout
+        held = pool.group(FIRST_TOKENS, SAMPLED_TOKENS, VERSION, num_samples=1, sampling=sampling)
+        async with held as place:
+            generate = session_of(pool, place)
+            made = await self._player.play(prompt, 0, sampling, seed, generate)
+        assert made.episode is not None
+        if made.episode.failure is not None:
+            raise RuntimeError(made.episode.failure)
+        return list(made.episode.turn_rewards)
+
+    def _prompt(self, number: int, route: str, direct: bool) -> Prompt:
+        rng = random.Random(number)
+        lengths = [FIRST_TOKENS, *[ADDED_TOKENS] * (NUM_TURNS - 1)]
+        is_chat = route == "chat"
+        metadata: dict[str, Any] = {
+            "direct": direct,
+            "is_chat": is_chat,
+            "variants": str(self._variants),
+            "max_tokens": SAMPLED_TOKENS,
+            "texts": [self._texts.text(rng, n) if is_chat else "" for n in lengths],
+            "token_ids": [[] if is_chat else self._texts.ids(rng, n) for n in lengths],
+        }
+        return Prompt(number, NO_PROMPT, "", None, metadata=metadata)
+
+
+@contextlib.contextmanager
+def sessions(
+    folder: Path, at_a_time: int, seed: int
+) -> Iterator[tuple[Inference, Child, Sessions]]:
+    """Gateway, fetcher, host and loop thread as in a run, with the server's process."""
+    tokenizer = write_tokenizer(folder)
+    texts, variants = Texts(tokenizer), folder / "variants.json"
+    write_variants(variants, texts, tokenizer, seed)
+    with ExitStack() as opened:
+        server = start_child("benchmarks.parts.gateway.server:serve")
+        opened.callback(server.end)
+        server.socket.sendall(str(variants).encode())
+        url = f"http://127.0.0.1:{int(server.socket.recv(64))}"
+        config = Config.model_validate(
+            {
+                "model": {"path": str(folder)},
+                "data": {"files": [str(folder / "none.jsonl")]},
+                "rollout": {"num_generations": 1, "max_tokens": SAMPLED_TOKENS},
+                "inference": {"endpoints": [url], "max_inflight": 4 * at_a_time},
+                "scoring": {"num_workers": 1},
+                "environments": [{"name": "client", "file": str(CLIENT), "max_turns": NUM_TURNS}],
+            }
+        )
+        inference = open_inference(
+            config, opened, open_scoring(config, opened), vocabulary=Vocabulary(VOCABULARY)
+        )
+        inference.thread.run(_confirm(inference))
+        yield inference, server, Sessions(inference, url, variants, texts, at_a_time)
+
+
+async def _confirm(inference: Inference) -> None:
+    for endpoint in inference.pool.endpoints:
+        inference.pool.confirm(endpoint, VERSION)

@@ -1,0 +1,1 @@
+"""Environments and clients that do what they should not, for ``benchmarks.hostile``."""

@@ -1,0 +1,124 @@
+"""What became of each episode, held against what its environment was told and did.
+
+Independent of the gateway and of the session: the environment writes down every answer that its
+client received, with the prompt that it was for, and the journal says what was trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.parts.hostile.episodes.plan import PlannedPrompt
+from benchmarks.parts.hostile.episodes.scene import ANSWERED, HAPPENED, WRONG
+from benchmarks.parts.trained_contents import requests_of
+from easyrl.ledger.recorded_run import RecordedRun
+from easyrl.runtime.seeding import sample_seed
+from easyrl.schema import Completion, Prompt
+
+Turn = tuple[tuple[int, ...], tuple[int, ...]]  # ids shown, ids sampled
+
+
+@dataclass
+class EpisodeAccounts:
+    """Attributes:
+    happened: how often, by behaviour.
+    num_turns: trained ones that were compared.
+    num_excluded: groups that had to be, and were, with a reason.
+    """
+
+    happened: Counter[str] = field(default_factory=Counter)
+    num_turns: int = 0
+    num_excluded: int = 0
+    lost: list[str] = field(default_factory=list)  # excluded, and had not to be
+    wrong: list[str] = field(default_factory=list)  # trained otherwise than it was told
+    problems: list[str] = field(default_factory=list)  # any other
+
+
+def keep_accounts(
+    run_dir: Path, said: Path, prompts: Sequence[PlannedPrompt], run_seed: int
+) -> EpisodeAccounts:
+    """Of a finished run whose environments have written into ``said``."""
+    kept = EpisodeAccounts(Counter(line["behaviour"] for line in _lines(said / HAPPENED)))
+    kept.problems += [f"{line['behaviour']}: {line['what']}" for line in _lines(said / WRONG)]
+    told = told_by(said / ANSWERED)
+    run = RecordedRun(run_dir)
+    for v in range(run.num_batches):
+        outcomes = {group.key: group for group in run.batch(v).groups}
+        for (_, index), group in outcomes.items():
+            if group.outcome == "excluded":
+                _excluded(kept, index, prompts[index], group.reason)
+        trained = frozenset(key for key, group in outcomes.items() if group.outcome == "trained")
+        for (epoch, index), group in run.groups(v, trained).items():
+            if prompts[index].is_excluded:
+                kept.problems.append(f"{_name(index, prompts[index])}: was trained, not excluded")
+            for number, completion in enumerate(group.completions):
+                seed = sample_seed(run_seed, epoch, index, number)
+                compare_trained(
+                    kept, index, prompts[index], number, group.prompt, completion, told[seed]
+                )
+    return kept
+
+
+def _excluded(kept: EpisodeAccounts, index: int, prompt: PlannedPrompt, reason: str | None) -> None:
+    if not prompt.is_excluded:
+        kept.lost.append(f"{_name(index, prompt)}: excluded: {reason}")
+    elif not reason:
+        kept.problems.append(f"{_name(index, prompt)}: excluded without a reason")
+    else:
+        kept.num_excluded += 1
+
+
+def compare_trained(
+    kept: EpisodeAccounts,
+    index: int,
+    prompt: PlannedPrompt,
+    number: int,
+    of: Prompt,
+    completion: Completion,
+    told: Counter[Turn],
+) -> None:
+    """Whether sample ``number`` was trained as its client was ``told``, and failed if it had to."""
+    name = f"{_name(index, prompt)}, sample {number}"
+    try:
+        requests = requests_of(of.token_ids, completion)
+    except ValueError as error:
+        kept.wrong.append(f"{name}: {error}")
+        return
+    turns = Counter((tuple(r.prompt_ids.tolist()), tuple(r.token_ids.tolist())) for r in requests)
+    kept.num_turns += turns.total()
+    acts = number in prompt.acting
+    if told - turns:
+        kept.wrong.append(f"{name}: {(told - turns).total()} answers are not trained as told")
+    if not acts and turns - told:
+        kept.wrong.append(f"{name}: {(turns - told).total()} turns are trained that nobody saw")
+    failure = None if completion.episode is None else completion.episode.failure
+    has_to_fail = acts and prompt.behaviour is not None and prompt.behaviour.ends == "fails"
+    if (failure is not None) != has_to_fail:
+        kept.problems.append(f"{name}: failure is {failure!r}")
+
+
+def told_by(path: Path) -> defaultdict[int, Counter[Turn]]:
+    """What clients were answered, by the episode's seed; of its last session alone."""
+    sessions: dict[int, str] = {}
+    told: defaultdict[int, Counter[Turn]] = defaultdict(Counter)
+    for line in _lines(path):
+        seed = line["seed"]
+        if sessions.get(seed) != line["session"]:
+            sessions[seed] = line["session"]
+            told[seed] = Counter()
+        told[seed][tuple(line["prompt_ids"]), tuple(line["token_ids"])] += 1
+    return told
+
+
+def _name(index: int, prompt: PlannedPrompt) -> str:
+    return f"prompt {index} ({prompt.behaviour.name if prompt.behaviour else 'behaves'})"
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        yield from map(json.loads, path.read_text().splitlines())

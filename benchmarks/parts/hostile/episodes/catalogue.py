@@ -1,0 +1,48 @@
+"""The catalogue of hostile environments and clients: a coroutine each, played in a host process."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from benchmarks.parts.hostile.episodes.scene import Scene
+
+Kind = Literal["life", "reward", "request", "socket", "process", "tool"]
+# What has to become of an episode: trained; trained with a failure and no reward; its group is
+# excluded, with a reason.
+Ends = Literal["counts", "fails", "excluded"]
+Act = Callable[["Scene"], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class EpisodeBehaviour:
+    """One.
+
+    Attributes:
+        once: when it has happened in a run, it does not any more: an episode starts again.
+    """
+
+    name: str
+    kind: Kind
+    says: str  # one line
+    ends: Ends
+    once: bool
+    act: Act
+
+
+BEHAVIOURS: dict[str, EpisodeBehaviour] = {}
+
+
+def behaviour(kind: Kind, ends: Ends = "counts", *, once: bool = False) -> Callable[[Act], Act]:
+    """Decorates what an environment does; its docstring's first line says what happens."""
+
+    def register(act: Act) -> Act:
+        name = act.__name__.replace("_", "-")
+        says = (act.__doc__ or "").strip().split("\n")[0]
+        assert says and name not in BEHAVIOURS
+        BEHAVIOURS[name] = EpisodeBehaviour(name, kind, says, ends, once, act)
+        return act
+
+    return register
