@@ -1,4 +1,4 @@
-"""A small model that has seen games of ``examples/verifiers/guessing.py``, played well and badly."""
+"""A small model that has seen games of the example ``guessing``, played well and badly."""
 
 from __future__ import annotations
 
