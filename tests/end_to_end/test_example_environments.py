@@ -116,7 +116,7 @@ def test_the_calculator_is_called_and_trains(tmp_path: Path) -> None:
 
 
 def test_the_text_game_is_played_and_trains(tmp_path: Path) -> None:
-    """With a model that has seen random games, and so wins one now and then."""
+    """With a model that has seen random games, and so finds the key now and then."""
     model, run_dir = tmp_path / "model", tmp_path / "run"
     build(model, random_games, num_steps=200, batch_size=2)
     steps = run_example("text_game", model, run_dir, "rollout.max_tokens=8", "trainer.batch_size=4")
