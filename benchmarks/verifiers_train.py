@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,32 +80,57 @@ TASKS = {
         build_guessing_model,
         _games,
         {"max_turns": MOST_TURNS},
-        ("trainer.max_steps=60", "rollout.max_tokens=6", "trainer.learning_rate=1e-4"),
+        (
+            *("data.max_prompt_tokens=32", "evaluation.data.max_prompt_tokens=32"),
+            *("rollout.max_tokens=6", "evaluation.sampling.max_tokens=6"),
+            *("trainer.max_steps=100", "trainer.batch_size=16", "trainer.learning_rate=1e-4"),
+        ),
     ),
 }
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What came of a run."""
+
+    start: float  # mean reward of the held-out prompts before the first step
+    end: float  # and behind the last
+    verified: str  # by ``easyrl verify``, in words
+    on_policy: bool
+    seconds: float
+
+    def counted(self) -> dict[str, int]:
+        """Episodes, turns and branches that were trained; raises ``ValueError`` if not told."""
+        found = re.search(r"(\d+) episodes of (\d+) turns in (\d+) branch", self.verified)
+        if found is None:
+            raise ValueError(f"easyrl verify counts no episodes: {self.verified}")
+        return dict(zip(("episodes", "turns", "branches"), map(int, found.groups()), strict=True))
 
 
 def main() -> int:
     arguments = _parse()
     if not (arguments.library / "verifiers").is_dir():
-        sys.exit(
-            f"{arguments.library} has no verifiers: run make test-verifiers, which installs it"
+        print(
+            f"verifiers_train: {arguments.library} has no verifiers; install it there by make "
+            "test-verifiers, or name another folder with --library",
+            file=sys.stderr,
         )
+        return 2
     disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: server and trainer end too
     rows = []
     with tempfile.TemporaryDirectory(prefix="easyrl-verifiers-") as folder:
         python = _interpreter(Path(folder), arguments.library.resolve())
-        for name in [arguments.only] if arguments.only else TASKS:
+        for name in arguments.only or TASKS:
             rows.append(_measure(name, Path(folder) / name, python))
-    is_right = all(
-        row["reward_end"] - row["reward_start"] >= LEAST_GAIN
-        and row["reward_end_shuffled"] - row["reward_start"] < LEAST_GAIN / 2
-        and row["on_policy"]
-        for row in rows
-    )
     print(json.dumps({"rows": rows}))
-    return 0 if is_right else 1
+    return 0 if all(map(_is_expected, rows)) else 1
+
+
+def _is_expected(row: Mapping[str, Any]) -> bool:
+    learnt = row["reward_end"] - row["reward_start"]
+    of_control = row["reward_end_shuffled"] - row["reward_start"]
+    return bool(learnt >= LEAST_GAIN and of_control < LEAST_GAIN / 2 and row["on_policy"])
 
 
 def _interpreter(folder: Path, library: Path) -> Path:
@@ -139,55 +163,49 @@ def _measure(name: str, folder: Path, python: Path) -> dict[str, Any]:
         f"environments=[{json.dumps(environment)}]",
         *task.settings,
     ]
-    with ExitStack() as opened:
-        servers = opened.enter_context(started_servers("embedded", 1, model, folder))
-        start = time.monotonic()
-        start_reward, end, verified = _trained(folder / "run", settings, servers)
-        seconds = time.monotonic() - start
-        control = [*settings, "scoring.shuffle_rewards=true"]
-        _, shuffled, control_verified = _trained(folder / "control", control, servers)
+    with started_servers("embedded", 1, model, folder) as servers:
+        learnt = _trained(folder / "run", settings, servers)
+        control = _trained(folder / "control", [*settings, "scoring.shuffle_rewards=true"], servers)
     row = {
         "environment": name,
-        "reward_start": round(start_reward, 3),
-        "reward_end": round(end, 3),
-        "reward_end_shuffled": round(shuffled, 3),
-        **_counted(verified),
-        "on_policy": "on-policy" in verified and "on-policy" in control_verified,
-        "seconds": round(seconds, 1),
+        "reward_start": round(learnt.start, 4),
+        "reward_end": round(learnt.end, 4),
+        "reward_end_shuffled": round(control.end, 4),
+        **learnt.counted(),
+        "on_policy": learnt.on_policy and control.on_policy,
+        "seconds": round(learnt.seconds, 1),
+        "seconds_shuffled": round(control.seconds, 1),
     }
-    print("{environment}: {reward_start} to {reward_end}".format(**row), end=", ")
-    print("shuffled {reward_end_shuffled}; {seconds} s a run".format(**row), flush=True)
+    print(
+        "{environment}: reward {reward_start} at the start, {reward_end} at the end, "
+        "{reward_end_shuffled} with shuffled rewards".format(**row),
+        flush=True,
+    )
     return row
 
 
-def _trained(run_dir: Path, settings: list[str], servers: DemoServers) -> tuple[float, float, str]:
-    """The held-out reward before and behind a run, and what ``easyrl verify`` says of it."""
+def _trained(run_dir: Path, settings: list[str], servers: DemoServers) -> Learnt:
+    """A run from the model that ``settings`` name, and what ``easyrl verify`` says of it."""
+    start = time.monotonic()
     overrides = [f"run.output_dir={run_dir}", *settings]
     train(CONFIG, overrides, servers, layout=NamedLayout(), grace_s=30.0)
-    found = [
-        m["eval/accuracy"] for m in read_metrics(run_dir / "metrics.jsonl") if "eval/accuracy" in m
-    ]
+    seconds = time.monotonic() - start
+    name = "eval/accuracy"  # rewards are 0 or 1
+    means = [m[name] for m in read_metrics(run_dir / "metrics.jsonl") if name in m]
     command = [sys.executable, "-m", "easyrl", "verify", str(run_dir)]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    print(said.strip(), flush=True)
-    return found[0], found[-1], said
-
-
-def _counted(verified: str) -> dict[str, int]:
-    """Episodes, turns and branches, as the certificate's sentence has them."""
-    found = re.search(r"([\d,]+) episodes of ([\d,]+) turns in ([\d,]+) branches", verified)
-    names = ("episodes", "turns", "branches")
-    if found is None:
-        return dict.fromkeys(names, 0)
-    return {
-        name: int(said.replace(",", "")) for name, said in zip(names, found.groups(), strict=True)
-    }
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    verified = result.stdout.strip()
+    print(f"{run_dir.name}: {seconds:.0f} s; verify: {verified}{result.stderr}", flush=True)
+    on_policy = result.returncode == 0 and verified.startswith("on-policy: ")
+    return Learnt(means[0], means[-1], verified, on_policy, seconds)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--library", type=Path, default=Path(".verifiers"))
-    parser.add_argument("--only", choices=tuple(TASKS))
+    parser.add_argument(
+        "--library", type=Path, default=Path(".verifiers"), help="folder that verifiers is in"
+    )
+    parser.add_argument("--only", nargs="+", choices=tuple(TASKS), help="environments")
     return parser.parse_args()
 
 

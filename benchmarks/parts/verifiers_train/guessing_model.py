@@ -39,7 +39,7 @@ def games(rng: random.Random) -> Iterator[list[Piece]]:
         yield pieces
 
 
-def build_guessing_model(output: Path, num_steps: int = 400, batch_size: int = 32) -> None:
+def build_guessing_model(output: Path, num_steps: int = 800, batch_size: int = 64) -> None:
     """Writes tokenizer and model to ``output``."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
