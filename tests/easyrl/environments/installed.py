@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 VARIABLE = "EASYRL_TEST_VERIFIERS"  # the folder they are installed in
-LIBRARIES = Path(__file__).parent / "libraries"  # environments written for them
+EXAMPLES = Path(__file__).parents[3] / "examples/verifiers"  # environments written for it
 
 
 def folder_with(package: str) -> Path:
@@ -27,7 +27,7 @@ def folder_with(package: str) -> Path:
 def python_with(folder: Path, where: Path) -> Path:
     """An interpreter, written to ``where``, that imports from ``folder`` and nothing of ours."""
     script = where / "python"
-    paths = f"{folder}:{LIBRARIES}"
+    paths = f"{folder}:{EXAMPLES}"
     # -S: without the packages of the trainer's environment
     script.write_text(f'#!/bin/sh\nPYTHONPATH="{paths}" exec {sys.executable} -S "$@"\n')
     script.chmod(0o755)

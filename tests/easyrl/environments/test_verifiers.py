@@ -69,18 +69,19 @@ async def test_tools(tmp_path: Path) -> None:
     def script(body: dict[str, Any]) -> dict[str, Any]:
         last = body["messages"][-1]
         if last["role"] == "tool":
-            return says(f"It is {last['content']}.")
-        return calls(("multiply", json.dumps({"a": 12, "b": 13})))
+            return says(last["content"])
+        return calls(("calculate", json.dumps({"expression": "12*13"})))
 
     async with ScriptedChat(script) as chat:
-        async with running(environment(tmp_path, "multiplying")) as hosts:
+        async with running(environment(tmp_path, "products")) as hosts:
             row = prompt(answer=None, metadata={"example_id": 0})
             outcome = await rollout(hosts, chat, row)
     assert outcome.reward == 1.0
-    assert outcome.components["multiply_calls"] == 1.0
+    assert outcome.components["calculate_calls"] == 1.0
     (tool,) = chat.bodies[0]["tools"]
-    assert tool["function"]["name"] == "multiply"
-    assert chat.bodies[0]["messages"][0] == {"role": "system", "content": "Use the tool."}
+    assert tool["function"]["name"] == "calculate"
+    assert list(tool["function"]["parameters"]["properties"]) == ["expression"]
+    assert chat.bodies[0]["messages"] == [{"role": "user", "content": "12*13"}]
 
 
 async def test_an_error_of_the_gateway_fails_the_rollout(tmp_path: Path) -> None:
