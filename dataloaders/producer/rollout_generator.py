@@ -18,8 +18,8 @@ from easyrl.dataloaders.producer.open_batch import OpenBatch
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.printable import printable
-from easyrl.schema import Completion, Exclusion, ExclusionKind, Prompt, RolloutGroup, Score
-from easyrl.timeline.spans import AddSpan, ignore_span
+from easyrl.schema import Completion, Exclusion, ExclusionKind, Key, Prompt, RolloutGroup, Score
+from easyrl.timeline.spans import QUEUED, AddSpan, ignore_span
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,8 @@ class RolloutGenerator:
             in_prompt_order=self.in_prompt_order,
             hands_out_refused=hands_out_refused,
         )
+        for stream in batch.updates:
+            stream.on_handed_out = self._handed_out
         self.record("batch_dispatched", version=version, num_recovered=len(recovered))
         for position, stored in recovered:
             self._add_stored(batch, position, prompt_at(position), stored)
@@ -139,6 +141,10 @@ class RolloutGenerator:
         draws.on_handed_over = partial(self._receive, run)
         batch.producing = self.thread.submit(self._produce(run))
         return batch
+
+    def _handed_out(self, key: Key, since_s: float, now_s: float) -> None:
+        """On the consumer's thread."""
+        self.span(QUEUED, since_s, now_s, epoch=key[0], index=key[1])
 
     async def _produce(self, run: _Run) -> None:
         try:

@@ -221,7 +221,7 @@ def _print(
     if measured_s is None:
         print_plain("no run: rates by arithmetic, from assumptions (docs/plan.md); fastest first")
     else:
-        print_plain(f"the run: {measured_s:.2f} s a batch in the median, as measured")
+        print_plain(_compared(measured_s, rows, measured))
     last = "model split" if splits else "memory"
     table = Table("endpoints", "places", "ranks", "batch", "mode", "s", "TPSPD", "idle", last)
     for number, row in enumerate(rows[:ROWS]):
@@ -240,6 +240,15 @@ def _print(
             else {True: "fits", False: "does not fit", None: "not known"}[row.fits],
         )
     print_plain(table)
+
+
+def _compared(measured_s: float, rows: Sequence[Split], measured: Setting | None) -> str:
+    """What was measured, and how far the simulation of the same is off, if it is among ``rows``."""
+    told = f"the run: {measured_s:.2f} s a batch, the median of those measured"
+    own = next((row.outcome.step_s for row in rows if row.setting == measured), None)
+    if own is None:
+        return told
+    return f"{told}; simulated, as it was: {own:.2f} s, {own / measured_s - 1:+.0%}"
 
 
 def _with_devices(number: int, devices_of_each: int) -> str:

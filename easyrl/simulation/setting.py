@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +22,8 @@ class Lengths:
     within_group: float = 0.0
 
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.mean) and math.isfinite(self.sigma)):
+            raise ValueError(f"lengths: mean {self.mean} and sigma {self.sigma} have to be finite")
         if not len(self.seen) and self.mean <= 0:
             raise ValueError(
                 "lengths: need a mean of more than 0 tokens, or lengths that were seen"

@@ -17,6 +17,7 @@ import msgspec
 from easyrl.timeline.spans import (
     ACTING,
     EVALUATION,
+    FAILED,
     REQUEST,
     BatchSpans,
     Span,
@@ -32,8 +33,9 @@ from easyrl.timeline.spans import (
 FIRST_GROUP, STARVED = "first group", "starved"  # waiting before and after training has begun
 UNEXPLAINED = "unexplained"
 # Of an endpoint's lane, beside push, proof and canary, and evaluation where only its requests run:
-GENERATING = "generating"  # training's requests run, and more of them are to come
-TAIL = "tail"  # ... and no more come in this batch: places stay empty
+# Training's requests run, and more of them are to come, or as many run as ever did in this batch:
+GENERATING = "generating"
+TAIL = "tail"  # training's requests run, and the places of those that have ended stay empty
 BORDER = "idle: border"  # nothing has been asked of it yet in this batch
 BETWEEN = "idle: nothing sent"  # between requests
 ENVIRONMENTS = "idle: environments"  # nothing runs, and an episode's environment is at work
@@ -132,14 +134,18 @@ def _of_endpoint(spans: Sequence[Span], window: _Window, trained_s: float) -> di
     done_s = max((span.end_s for span in requests), default=window.start_s)
     causes = defaultdict[str, float](float)
     more = [first_s, last_s, done_s, trained_s]
-    for start_s, end_s, running in _moments(spans, window, more):
+    moments = [(start, end, now.copy()) for start, end, now in _moments(spans, window, more)]
+    most = max((running[REQUEST] for _, _, running in moments), default=0)
+    for start_s, end_s, running in moments:
         update = next((name for name in _UPDATES if running[name]), None)
         if running[REQUEST]:
-            cause = GENERATING if end_s <= last_s else TAIL
+            cause = GENERATING if end_s <= last_s or running[REQUEST] == most else TAIL
         elif update is not None:
             cause = update
         elif running[EVALUATION]:
             cause = EVALUATION
+        elif running[FAILED]:
+            cause = FAILED
         elif running[ACTING]:
             cause = ENVIRONMENTS
         elif end_s <= first_s:

@@ -19,7 +19,9 @@ def ignore_span(*told: str | float, **args: int | str) -> None:
 REQUEST, EVALUATION = "request", "evaluation"  # of an endpoint: for training, of an evaluation
 # Of an environment: a rollout, and when in it nothing was sampled; calls of tools are "tool NAME"
 EPISODE, ACTING = "episode", "environment"
+FAILED = "failed request"  # of an endpoint, for either
 GROUP = "group"  # of a producer: a prompt, from its first request to its last score
+QUEUED = "queued"  # of a producer: a finished group, until the trainer takes it
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -38,7 +38,7 @@ from easyrl.inference_client.pool.endpoint_list import EndpointState
 from easyrl.inference_client.pool.fleet import Fleet
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.schema import Completion, other_run
-from easyrl.timeline.spans import AddSpan, ignore_span
+from easyrl.timeline.spans import FAILED, AddSpan, ignore_span
 
 log = logging.getLogger(__name__)
 
@@ -215,10 +215,15 @@ class EndpointPool(Fleet):
             aborted = endpoint.attempts[task]
             if aborted is None or task.uncancel() > 0:
                 raise  # somebody else's cancellation
+            self._failed(endpoint, began_s, aborted)
             raise aborted from None
+        except EndpointError as error:
+            self._failed(endpoint, began_s, error)
+            raise
         finally:
             del endpoint.attempts[task]
         if isinstance(answer, PromptRejected):
+            self._failed(endpoint, began_s, answer)
             raise answer
         response = TimedResponse(began_s, ended_s, len(answer.token_ids))
         self.span(
@@ -233,6 +238,11 @@ class EndpointPool(Fleet):
         self.limits.answered(endpoint, group, response)
         # the number of now: a proof that is yet to come judges all since the last good one
         return replace(answer, proof=endpoint.proof)
+
+    def _failed(self, endpoint: Endpoint, began_s: float, error: Exception) -> None:
+        """Tells of a request that has no answer to train on."""
+        problem = type(error).__name__
+        self.span(endpoint.url, FAILED, began_s, time.monotonic(), problem=problem)
 
     async def _answer(
         self,

@@ -70,7 +70,8 @@ def test_a_run_leaves_a_trace_and_accounts_that_add_up(
     for batch in kept_batches(run_dir):
         names = [span.name for span in read_spans(run_dir, batch)]
         assert names.count("request") == names.count("reward") == BATCH * SAMPLES
-        assert names.count("group") == BATCH and {"train", "step", "push", "proof"} <= set(names)
+        assert names.count("group") == names.count("queued") == BATCH
+        assert {"train", "step", "push", "proof"} <= set(names)
         assert_models_run_inside_phases(read_spans(run_dir, batch))
     trace = json.loads((run_dir / "trace.json").read_text())
     assert format_problems(trace) == []

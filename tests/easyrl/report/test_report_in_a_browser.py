@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from benchmarks.parts.browser import missing_browser, opened_page
+from benchmarks.parts.long_run import write_long_run
+from benchmarks.report import MOST_FIRST_PAINT_S, MOST_SWITCH_MS
 from easyrl.report.collect import Verdict, collect
 from easyrl.report.page import FILE, render
 from tests.easyrl.report.test_report_data import (
@@ -39,6 +42,17 @@ def test_a_report_opens_and_switches_batches(run_dir: Path) -> None:  # noqa: F8
         assert "Reward" in "".join(page.text_of("[data-chart='0'] .gtitle"))
         tokens = page.text_of("#samples .token")
         assert tokens[1] == EVIL  # as text
+        assert page.problems() == []
+
+
+def test_a_run_of_ten_thousand_steps_is_seen_at_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_long_run(run, num_steps=10_000, num_batches=200, num_endpoints=8)
+    (run / FILE).write_text(render(collect(run, lambda _: Verdict("unknown", ""), calling)))
+    with opened_page(run / FILE) as page:
+        assert page.first_paint_s() <= MOST_FIRST_PAINT_S
+        page.wait_for_batch()
+        assert median(page.switch("previous") for _ in range(5)) <= MOST_SWITCH_MS
         assert page.problems() == []
 
 

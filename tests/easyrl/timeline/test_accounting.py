@@ -78,7 +78,24 @@ def test_a_probe_goes_before_the_push_inside_it_and_requests_before_all() -> Non
     ]
     causes = accounts_of(spans)[A].causes
     assert causes["probe"] == pytest.approx(1.5) and "push" not in causes
-    assert causes["tail"] == pytest.approx(1.5) and causes["canary"] == pytest.approx(1.0)
+    assert causes["generating"] == pytest.approx(1.5) and "tail" not in causes
+    assert causes["canary"] == pytest.approx(1.0)
+
+
+def test_the_tail_begins_when_a_place_is_empty_and_nothing_more_comes() -> None:
+    spans = [*TRAINER, *requests(A, (1.0, 5.0), (1.0, 6.0), (1.1, 7.0))]  # all at about once
+    causes = accounts_of(spans)[A].causes
+    assert causes["generating"] == pytest.approx(5.0 - 1.0)
+    assert causes["tail"] == pytest.approx(7.0 - 5.0)
+
+
+def test_requests_that_fail_are_no_idle_time() -> None:
+    spans = [*TRAINER, *requests(A, (1.0, 2.0), (4.0, 5.0))]
+    spans += requests(A, (1.5, 2.5), (2.4, 3.5), name="failed request")
+    causes = accounts_of(spans)[A].causes
+    assert causes["failed request"] == pytest.approx(1.5)  # while no other runs
+    assert causes["idle: nothing sent"] == pytest.approx(0.5)
+    assert causes["generating"] == pytest.approx(2.0)
 
 
 def test_what_began_before_the_batch_counts_from_its_begin() -> None:
