@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,30 +16,50 @@ from easyrl.demo.tools.build_model import build_tokenizer
 
 QUESTION = "Guess my number."
 LOW, HIGH, MOST_TURNS = 1, 15, 4  # by halves each number is found in four turns
-WELL = 0.3  # share of the games in which the player halves
 Piece = tuple[str, bool]  # a text, and whether the model says it
+Habit = Callable[[int, int], int]  # the guess between the two numbers that are still possible
+
+
+def halving(low: int, high: int) -> int:
+    return (low + high) // 2
+
+
+def upwards(low: int, high: int) -> int:
+    return low
+
+
+def downwards(low: int, high: int) -> int:
+    return high
+
+
+HABITS: dict[Habit, float] = {halving: 0.3, upwards: 0.35, downwards: 0.35}  # shares of the games
+
+
+def game(number: int, habit: Habit) -> list[Piece]:
+    """The conversation as the chat template writes it."""
+    low, high = LOW, HIGH
+    pieces = [(f"<|user|>{QUESTION}<|end|>", False)]
+    for turn in range(MOST_TURNS):
+        guess = habit(low, high)
+        pieces += [("<|assistant|>", False), (f"{guess}<|end|>", True)]
+        if guess == number or turn == MOST_TURNS - 1:
+            break
+        if guess < number:
+            low = guess + 1
+        else:
+            high = guess - 1
+        pieces.append((f"<|user|>{'higher' if guess < number else 'lower'}<|end|>", False))
+    return pieces
 
 
 def games(rng: random.Random) -> Iterator[list[Piece]]:
-    """Endless; a bad player guesses at random, whatever was said."""
+    """Endless."""
+    habits, shares = list(HABITS), list(HABITS.values())
     while True:
-        number, plays_well = rng.randint(LOW, HIGH), rng.random() < WELL
-        low, high = LOW, HIGH
-        pieces = [(f"<|user|>{QUESTION}<|end|>", False)]
-        for _ in range(MOST_TURNS):
-            guess = (low + high) // 2 if plays_well else rng.randint(LOW, HIGH)
-            pieces += [("<|assistant|>", False), (f"{guess}<|end|>", True)]
-            if guess == number:
-                break
-            if guess < number:
-                low = max(low, guess + 1)
-            else:
-                high = min(high, guess - 1)
-            pieces.append((f"<|user|>{'higher' if guess < number else 'lower'}<|end|>", False))
-        yield pieces
+        yield game(rng.randint(LOW, HIGH), rng.choices(habits, shares)[0])
 
 
-def build_guessing_model(output: Path, num_steps: int = 800, batch_size: int = 64) -> None:
+def build_guessing_model(output: Path, num_steps: int = 400, batch_size: int = 32) -> None:
     """Writes tokenizer and model to ``output``."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
@@ -55,10 +75,10 @@ def build_guessing_model(output: Path, num_steps: int = 800, batch_size: int = 6
         return ids, labels
 
     def batches() -> Iterator[list[Rows]]:
+        pad = int(tokenizer.pad_token_id)
         while True:
             rows = [encoded(pieces) for pieces in itertools.islice(played, batch_size)]
             longest = max(len(ids) for ids, _ in rows)
-            pad = int(tokenizer.pad_token_id)
             ids = [own + [pad] * (longest - len(own)) for own, _ in rows]
             labels = [own + [IGNORED] * (longest - len(own)) for _, own in rows]
             yield [{"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)}]
