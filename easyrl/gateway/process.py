@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
@@ -41,6 +42,9 @@ def gateway_main(connection: socket.socket) -> None:
     allow_open_files()
     limit_memory(MEMORY_SHARE)
     _do_without_torch()
+    # a traceback for all bytes that are no HTTP: a client could fill the run's log with them; what
+    # fails in our own handlers is logged there
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     asyncio.run(serve(connection))
 
 

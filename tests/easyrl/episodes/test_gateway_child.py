@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -68,6 +70,27 @@ async def ask(http: aiohttp.ClientSession, url: str, of: Session) -> list[int]:
     body = {"token_ids": IDS.tolist()}
     async with http.post(f"{url}/inference/v1/generate", json=body, headers=headers) as response:
         return (await response.json())["choices"][0]["token_ids"]
+
+
+async def test_bytes_that_are_no_http_fill_no_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chat_tokenizer().save_pretrained(tmp_path)
+    gateway = GatewayChild(Settings(str(tmp_path)))
+    try:
+        one = session()
+        async with gateway.serves(one) as url:
+            for data in (b"A" * 2**16, b"\x00" * 100, b"GET / HTTP/9.9\r\n\r\n"):
+                port = urlsplit(url).port
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(data)
+                assert b" 400 " in await asyncio.wait_for(reader.read(2**16), 10)
+                writer.close()
+            async with aiohttp.ClientSession() as http:
+                assert len(await ask(http, url, one)) == 4
+    finally:
+        await gateway.close()
+    assert capfd.readouterr().err == ""
 
 
 async def test_whoever_hears_first_of_its_end_an_episode_that_needs_it_is_lost(

@@ -21,7 +21,7 @@ class EpisodeBehaviour:
     """One.
 
     Attributes:
-        once: when it has happened in a run, it does not any more: an episode starts again.
+        once: not again in a run in which it has happened, as in an episode that starts again.
     """
 
     name: str

@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 import benchmarks.parts.hostile.episodes.environment as environment
 from benchmarks.parts.chaos.attempt import Attempt, StartAttempt
 from benchmarks.parts.chaos.verdict import certificate_verdict
@@ -96,6 +98,7 @@ def run_episodes(
     overrides: Sequence[str],
 ) -> bool:
     """A calm run and ``num_runs`` others; whether all was as it has to be."""
+    torch.set_num_threads(1)  # contents of small models are compared beside whole runs
     num_runs = max(1, min(num_runs, len(chosen)))
     print(f"{len(chosen)} behaviours in {num_runs} runs; {folder}")
     total, start_s = EpisodesTotal(), time.monotonic()

@@ -119,9 +119,9 @@ async def _signal_gateway(scene: Scene, number: signal.Signals) -> float:
         for path in Path("/proc").glob("[0-9]*/cmdline")
         if _parent_of(path.parent) == os.getppid() and GATEWAY in path.read_bytes()
     ]
-    scene.check(len(found) == 1, f"{len(found)} gateways")
-    scene.happened()
-    for pid in found:
+    scene.check(len(found) <= 1, f"{len(found)} gateways")
+    for pid in found:  # none where it has just been killed
+        scene.happened()
         os.kill(pid, number)
     await first_turn(scene)  # which has no answer any more
     return scene.reward

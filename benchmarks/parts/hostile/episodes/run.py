@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from benchmarks.parts.chaos.attempt import Attempt, StartAttempt
 from benchmarks.parts.hostile.run import LAST_WORDS, MEMORY_LOOK_S, TICK_S, Outcome
@@ -12,6 +15,7 @@ from benchmarks.parts.run_phase import GENERATING, TRAINING, RunPhase
 from benchmarks.parts.run_watch import Event, RunStuck, RunWatch
 
 KILL_BEHIND = 2  # batches closed
+HOST = "environments/host.py"  # in the command of a host, and of what it forks
 GONE_WITHIN_S = 10.0  # all that a run has started, behind its end
 
 
@@ -63,7 +67,7 @@ class EpisodesRun:
             time.sleep(TICK_S)
             self._watch.look()
             if time.monotonic() - self._memory_look_s >= MEMORY_LOOK_S:
-                self._memory.look(process_tree(attempt.launcher.pid))
+                self._memory.look(_ours(process_tree(attempt.launcher.pid)))
                 self._memory_look_s = time.monotonic()
             is_open = self._phase.name in (GENERATING, TRAINING) and self._num_ready > 0
             if kill and is_open and self._phase.closed_batches >= KILL_BEHIND:
@@ -89,3 +93,15 @@ class EpisodesRun:
     def _complain(self, number: int, what: str) -> None:
         blamed = self.outcome.resume_failed if number else self.outcome.crashed
         blamed.append(f"{self._name}, attempt {number}: {what}")
+
+
+def _ours(tree: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Trainer, gateway, fetchers and workers: what an environment takes in its host is its own."""
+    return [process for process in tree if HOST not in _command(process)]
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
