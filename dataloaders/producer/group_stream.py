@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from easyrl.dataloaders.producer.open_samples import OpenSamples
-from easyrl.schema import Exclusion, FinishedSamples, Key, RewardError, RolloutGroup
+from easyrl.schema import Exclusion, FinishedSamples, GatewayGone, Key, RewardError, RolloutGroup
 
 # Responses that went through the frozen models in one piece: prompts and numbers of their samples.
 Piece = list[tuple[Key, list[int]]]
@@ -64,8 +64,8 @@ class GroupStream:
     Waits for: the next group. Is unblocked by: the producer thread, ``interrupt``, and a finished
     response of ``open_samples`` where there is other work to do with it. Produces: every group
     exactly once, then stops.
-    Raises ``ProducerError`` if the producer failed, ``RewardError`` if a reward did, and what a
-    store raises for a damaged group.
+    Raises ``ProducerError`` if the producer failed, ``RewardError`` if a reward did,
+    ``GatewayGone`` if no episode can be played, and what a store raises for a damaged group.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class GroupStream:
         self._put_s: dict[Key, float] = {}  # of what is not handed out
         self._num_handed_out = 0
         self._closed = False
-        self._failure: ProducerError | RewardError | None = None
+        self._failure: ProducerError | RewardError | GatewayGone | None = None
         self._interruption: BaseException | None = None
         self._ahead: list[Piece] = []  # since the last drain
         self._untrained = [0, 0]  # cost and packed tokens of what was handed out
@@ -277,7 +277,7 @@ class GroupStream:
             return False
         finally:
             self.wait_s += time.monotonic() - start
-        if isinstance(item, RewardError):  # the user's to mend, nothing of the producer's
+        if isinstance(item, RewardError | GatewayGone):  # they say all, it is nothing of ours
             self._failure = item
         elif isinstance(item, BaseException):
             self._failure = ProducerError(f"rollout production failed: {item}")
