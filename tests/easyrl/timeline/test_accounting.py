@@ -43,8 +43,7 @@ def test_an_endpoint_generates_has_a_tail_and_waits_for_the_trainer() -> None:
     assert causes[B].causes == pytest.approx(
         {
             "idle: border": 0.5 + 0.5,  # before, and beside the other's push
-            "generating": 1.5,
-            "tail": 5.0,
+            "generating": 6.5,  # one at a time, as many as ever
             "evaluation": 0.5,
             "idle: training": 2.0,
         }

@@ -48,8 +48,8 @@ def test_shares_and_equations_are_metrics(tmp_path: Path) -> None:
             "time/trainer_waiting_share": 0.3,
             "time/trainer_training_share": 0.5,
             "time/unexplained_share": 0,
-            "time/inference_generating_share": 0.25,
-            "time/inference_tail_share": 0.3,
+            "time/inference_generating_share": 0.5,
+            "time/inference_tail_share": 0.05,
             "time/inference_idle_share": (0.5 + 1 + 3.5 + 1 + 2) / 20,
             "time/startup_sync_s": 3.5 + 3.0,  # inference batches of two
             "time/startup_async_s": 2.0,
