@@ -23,7 +23,6 @@ import logging
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import transformers
@@ -44,15 +43,12 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING)
     allow_open_files()
     with scratch("gateway", keep=False) as made:
-        windows = measure(
-            Path(made.folder),
-            arguments.sessions,
-            arguments.blocks,
-            arguments.window_s,
-            arguments.seed,
-        )
-    for window in windows:
-        print(_line(window))
+        windows = []
+        for window in measure(
+            made.folder, arguments.sessions, arguments.blocks, arguments.window_s, arguments.seed
+        ):
+            print(_line(window))
+            windows.append(window)
     line, is_good = _result(windows)
     print(json.dumps(line))
     return 0 if is_good else 1

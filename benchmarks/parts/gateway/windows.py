@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class Window:
 
 def measure(
     folder: Path, at_a_time: int, num_blocks: int, window_s: float, seed: int
-) -> list[Window]:
+) -> Iterator[Window]:
     """The main thread has the first core to itself, all else shares the second one."""
     trainer_cpu, other_cpu = usable_cpus()[0], usable_cpus()[-1]
     torch.set_num_threads(1)
@@ -56,11 +56,9 @@ def measure(
         for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             pin_threads(process.pid, other_cpu)
         os.sched_setaffinity(0, {trainer_cpu})  # this thread only
-        return [
-            _window(inference, of, step, window_s, direct)
-            for _ in range(num_blocks)
-            for direct in BLOCK
-        ]
+        for _ in range(num_blocks):
+            for direct in BLOCK:
+                yield _window(inference, of, step, window_s, direct)
 
 
 def micro_batch(folder: Path) -> Callable[[], None]:
