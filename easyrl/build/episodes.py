@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from contextlib import ExitStack
 from functools import partial
 
@@ -25,10 +24,6 @@ from easyrl.schema import Completion, GatewayGone, Prompt
 
 log = logging.getLogger(__name__)
 
-# How long a thread that wants the interpreter lets another one have it (Python's own: 5 ms). An
-# agent waits for every turn, and a turn takes the producer's thread a dozen rounds of its loop.
-SWITCH_INTERVAL_S = 0.0002
-
 
 def open_episodes(
     config: Config,
@@ -43,8 +38,6 @@ def open_episodes(
     """
     if not config.environments:
         return None
-    opened.callback(sys.setswitchinterval, sys.getswitchinterval())
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     gateway = GatewayChild(gateway_settings(config))
     opened.callback(lambda: thread.run(gateway.close()))
     try:
