@@ -9,6 +9,19 @@ from typing import Literal
 
 import numpy as np
 
+MOST_SIGMA = 10.0
+
+
+def require_lengths(mean: float | None, sigma: float) -> None:
+    """Raises ``ValueError`` for what no length can be drawn from, naming the option of the command.
+
+    ``mean``: tokens; None: none was asked for. ``sigma``: of the lengths' logarithm.
+    """
+    if mean is not None and not (math.isfinite(mean) and mean > 0):
+        raise ValueError(f"--mean-tokens: has to be a number above 0, and is {mean:g}")
+    if not 0 <= sigma <= MOST_SIGMA:  # nor is nan
+        raise ValueError(f"--sigma: has to be a number from 0 to {MOST_SIGMA:g}, and is {sigma:g}")
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -22,12 +35,7 @@ class Lengths:
     within_group: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.mean) and math.isfinite(self.sigma)):
-            raise ValueError(f"lengths: mean {self.mean} and sigma {self.sigma} have to be finite")
-        if not len(self.seen) and self.mean <= 0:
-            raise ValueError(
-                "lengths: need a mean of more than 0 tokens, or lengths that were seen"
-            )
+        require_lengths(None if len(self.seen) else self.mean, self.sigma)
 
     def draw(self, num_groups: int, group_size: int, rng: np.random.Generator) -> np.ndarray:
         """int64 [num_groups, group_size], each at least 1."""

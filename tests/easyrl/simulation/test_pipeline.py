@@ -136,5 +136,15 @@ def test_lengths_have_the_mean_and_the_limits_that_they_are_given() -> None:
     assert set(np.unique(seen)) == {5, 10, 12}
     alike = Lengths(mean=200, sigma=0.6, within_group=0.9).draw(500, 8, rng)
     assert alike.std(axis=1).mean() < 0.6 * alike.std()
-    with pytest.raises(ValueError, match="need a mean"):
+    with pytest.raises(ValueError, match="--mean-tokens: has to be a number above 0, and is 0"):
         Lengths()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_lengths_that_are_no_numbers_are_refused_by_option(value: float) -> None:
+    with pytest.raises(ValueError, match="--mean-tokens: has to be a number above 0"):
+        Lengths(mean=value)
+    with pytest.raises(ValueError, match="--sigma: has to be a number from 0 to 10"):
+        Lengths(mean=100, sigma=value)
+    with pytest.raises(ValueError, match="--sigma: has to be a number from 0 to 10"):
+        Lengths((5, 10), sigma=value)
