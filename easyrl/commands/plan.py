@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -18,12 +18,32 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from easyrl.config import Config
-    from easyrl.simulation.calibrate import Calibration
     from easyrl.simulation.cluster import Division, ModelSplit
     from easyrl.simulation.setting import Setting
     from easyrl.simulation.split import Split
 
 ROWS = 8
+
+
+class Measured(NamedTuple):
+    """A run's setting, what its batches took, and what each takes when it is simulated itself."""
+
+    setting: Setting
+    num_batches: int
+    median_s: float
+    mean_s: float
+    replayed_median_s: float
+    replayed_mean_s: float
+
+    def told(self) -> str:
+        median_s, mean_s = self.replayed_median_s, self.replayed_mean_s
+        return (
+            f"the run: {self.num_batches} batches, {self.median_s:.2f} s in the median and "
+            f"{self.mean_s:.2f} in the mean; simulated one by one, each with its own lengths: "
+            f"{median_s:.2f} ({median_s / self.median_s - 1:+.1%}) and "
+            f"{mean_s:.2f} ({mean_s / self.mean_s - 1:+.1%})\n"
+            "below: the mean of batches that are drawn from all lengths"
+        )
 
 
 def plan_command(
@@ -74,17 +94,17 @@ def plan_command(
     from dataclasses import replace
 
     from easyrl.config import ConfigError
-    from easyrl.simulation.setting import Lengths
+    from easyrl.simulation.setting import Lengths, require_lengths
     from easyrl.simulation.split import Split, splits_of
 
     try:
         if mode not in (None, "async", "sync"):
             raise ValueError(f"--mode: is {mode!r}; async or sync")
+        require_lengths(mean_tokens, sigma)
         if (run_dir is None) == (model is None):
             raise ValueError("give a run's folder, or --model and --device")
         rows: list[Split]
-        measured: Setting | None = None
-        measured_s: float | None = None
+        measured: Measured | None = None
         splits: list[ModelSplit] = []
         asked: dict[str, Any] = {
             "endpoints": endpoints,
@@ -107,9 +127,9 @@ def plan_command(
             rows = [Split(each.setting, each.outcome, True) for each in divisions]
             splits = [each.split for each in divisions]
         else:
-            config, calibration = _calibrated(run_dir, devices_per_endpoint, devices_per_rank)
-            measured, measured_s = calibration.setting, calibration.step_s
-            wanted = replace(measured, **asked)
+            config, measured = _calibrated(run_dir, devices_per_endpoint, devices_per_rank)
+            own = measured.setting
+            wanted = replace(own, **asked)
             if mean_tokens is not None:
                 longest = config.rollout.max_tokens
                 wanted = replace(wanted, lengths=Lengths((), mean_tokens, sigma, longest))
@@ -118,7 +138,7 @@ def plan_command(
             else:
                 from easyrl.simulation.pipeline import simulate
 
-                settings = [measured] if wanted == measured else [measured, wanted]
+                settings = [own] if wanted == own else [own, wanted]
                 rows = [Split(s, simulate(s), _fits(config, s.ranks)) for s in settings]
         if png is not None:
             from easyrl.simulation.draw import draw_splits
@@ -134,9 +154,17 @@ def plan_command(
             _as_tree(row) | (splits[number]._asdict() if splits else {})
             for number, row in enumerate(rows)
         ]
-        print(json.dumps({"measured_step_s": measured_s, "rows": told}))
+        seconds: dict[str, float | None] = {"measured_step_s": None}
+        if measured is not None:
+            seconds = {
+                "measured_step_s": measured.median_s,
+                "measured_mean_s": measured.mean_s,
+                "replayed_step_s": measured.replayed_median_s,
+                "replayed_mean_s": measured.replayed_mean_s,
+            }
+        print(json.dumps(seconds | {"rows": told}))
         return
-    _print(rows, measured, measured_s, splits)
+    _print(rows, measured, splits)
 
 
 def _divided(
@@ -158,9 +186,12 @@ def _divided(
 
 def _calibrated(
     run_dir: Path, devices_per_endpoint: int, devices_per_rank: int
-) -> tuple[Config, Calibration]:
+) -> tuple[Config, Measured]:
+    import statistics
+
     from easyrl.config.file import load_config
     from easyrl.simulation.calibrate import calibrate, most_in_flight
+    from easyrl.simulation.replay import replayed
     from easyrl.timeline.reading import kept_batches, read_batch
 
     config = load_config(file_of_run(run_dir, CONFIG_FILE), to_look_back=True)
@@ -182,7 +213,15 @@ def _calibrated(
         devices_per_endpoint=devices_per_endpoint,
         devices_per_rank=devices_per_rank,
     )
-    return config, calibration
+    both = replayed(batches, calibration.setting)
+    return config, Measured(
+        calibration.setting,
+        num_batches=len(both),
+        median_s=statistics.median(each.measured_s for each in both),
+        mean_s=statistics.mean(each.measured_s for each in both),
+        replayed_median_s=statistics.median(each.simulated_s for each in both),
+        replayed_mean_s=statistics.mean(each.simulated_s for each in both),
+    )
 
 
 def _fits(config: Config, ranks: int) -> bool | None:
@@ -208,47 +247,46 @@ def _as_tree(row: Split) -> dict[str, Any]:
     return setting | found | {"tpspd": row.outcome.tpspd(row.setting), "fits": row.fits}
 
 
-def _print(
-    rows: Sequence[Split],
-    measured: Setting | None,
-    measured_s: float | None,
-    splits: Sequence[ModelSplit],
-) -> None:
+def _print(rows: Sequence[Split], measured: Measured | None, splits: Sequence[ModelSplit]) -> None:
     from rich.table import Table
 
     from easyrl.runtime.terminal import print_plain
 
-    if measured_s is None:
+    if measured is None:
         print_plain("no run: rates by arithmetic, from assumptions (docs/plan.md); fastest first")
     else:
-        print_plain(_compared(measured_s, rows, measured))
+        print_plain(measured.told())
     last = "model split" if splits else "memory"
-    table = Table("endpoints", "places", "ranks", "batch", "mode", "s", "TPSPD", "idle", last)
+    columns = ["endpoints", "places", "ranks", "batch", "mode", "s", "TPSPD", "idle", last]
+    if any(measured is not None and row.setting == measured.setting for row in rows[:ROWS]):
+        columns.insert(6, "measured")
+    table = Table(*columns)
     for number, row in enumerate(rows[:ROWS]):
         own, found = row.setting, row.outcome
-        table.add_row(
+        is_the_run = measured is not None and own == measured.setting
+        cells = [
             _with_devices(own.endpoints, own.devices_per_endpoint),
             f"{own.places}",
             _with_devices(own.ranks, own.devices_per_rank),
             f"{own.batch_size} x {own.group_size}",
-            own.mode + (" (the run)" if own == measured else ""),
+            own.mode + (" (the run)" if is_the_run else ""),
             f"{found.step_s:.2f}",
             f"{found.tpspd(own):,.0f}",
             f"train {found.training_idle:.0%}, infer {found.inference_idle:.0%}",
             str(splits[number])
             if splits
             else {True: "fits", False: "does not fit", None: "not known"}[row.fits],
-        )
+        ]
+        if "measured" in columns:
+            mean_s = measured.mean_s if measured is not None and is_the_run else None
+            cells.insert(6, "" if mean_s is None else _beside(mean_s, found.step_s))
+        table.add_row(*cells)
     print_plain(table)
 
 
-def _compared(measured_s: float, rows: Sequence[Split], measured: Setting | None) -> str:
-    """What was measured, and how far the simulation of the same is off, if it is among ``rows``."""
-    told = f"the run: {measured_s:.2f} s a batch, the median of those measured"
-    own = next((row.outcome.step_s for row in rows if row.setting == measured), None)
-    if own is None:
-        return told
-    return f"{told}; simulated, as it was: {own:.2f} s, {own / measured_s - 1:+.0%}"
+def _beside(measured_s: float, simulated_s: float) -> str:
+    """What was measured, and how far the simulation of the same is off."""
+    return f"{measured_s:.2f} ({simulated_s / measured_s - 1:+.1%})"
 
 
 def _with_devices(number: int, devices_of_each: int) -> str:

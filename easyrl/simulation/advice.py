@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from easyrl.simulation.calibrate import LEAST_REQUESTS, calibrate, most_in_flight
 from easyrl.simulation.pipeline import simulate_batch
+from easyrl.simulation.replay import lengths_of
 from easyrl.simulation.setting import Rates
 from easyrl.timeline.spans import GROUP, REQUEST, BatchSpans, is_rank, spans_of
 
@@ -66,7 +67,7 @@ def expect(batches: Sequence[BatchSpans], *, synchronous: bool) -> list[Expected
         replace(setting, rates=_with_twice_the_training(setting.rates)),
         replace(setting, places=2 * setting.places),
     )
-    lengths = [_lengths(of_ranks, group_size) for of_ranks in trained]
+    lengths = [lengths_of(of_ranks, group_size) for of_ranks in trained]
     return [Expected(*(simulate_batch(s, own).step_s for s in settings)) for own in lengths]
 
 
@@ -100,14 +101,6 @@ def _with_twice_the_training(rates: Rates) -> Rates:
     return replace(
         rates, train_token_s=rates.train_token_s / 2, train_group_s=rates.train_group_s / 2
     )
-
-
-def _lengths(of_ranks: Sequence[BatchSpans], group_size: int) -> list[list[int]]:
-    """Tokens of responses, in the order of their requests: a group's are sent together."""
-    requests = [span for span in spans_of(of_ranks) if span.name == REQUEST]
-    requests.sort(key=lambda request: request.start_s)
-    tokens = [int(request.args["response_tokens"]) for request in requests]
-    return [tokens[first : first + group_size] for first in range(0, len(tokens), group_size)]
 
 
 def _is_trained(of_ranks: Sequence[BatchSpans]) -> bool:

@@ -69,8 +69,25 @@ def calibrate(
         devices_per_endpoint=devices_per_endpoint,
         devices_per_rank=devices_per_rank,
     )
-    seconds = [max(each.end_s - each.start_s for each in of_ranks) for of_ranks in batches]
+    seconds = [seconds_of(of_ranks) for of_ranks in batches]
     return Calibration(setting, statistics.median(seconds))
+
+
+def seconds_of(of_ranks: Sequence[BatchSpans]) -> float:
+    """From a batch's first phase to the next batch's, of the slowest rank."""
+    return max(each.end_s - each.start_s for each in of_ranks)
+
+
+def trained_share_of(batches: Sequence[Sequence[BatchSpans]], group_size: float) -> float:
+    """The part of the packed tokens, each group with its prompt once, that was trained."""
+    spans = [span for of_ranks in batches for span in _spans(of_ranks)]
+    trained = sum(int(s.args.get("num_tokens", 0)) for s in spans if s.name == "train")
+    packed = sum(
+        int(span.args["response_tokens"]) + int(span.args["prompt_tokens"]) / group_size
+        for span in spans
+        if span.name == REQUEST
+    )
+    return min(trained / packed, 1.0) if packed else 0.0
 
 
 def most_in_flight(batches: Sequence[Sequence[BatchSpans]]) -> int:
@@ -92,10 +109,6 @@ def _rates(batches: Sequence[Sequence[BatchSpans]], requests: Sequence[Span]) ->
         raise ValueError("the timeline has no trained micro-batch; train a few batches more")
     num_groups = sum(s.name == GROUP for of_ranks in batches for s in _spans(of_ranks))
     group_size = max(len(requests) / max(num_groups, 1), 1)
-    packed = sum(
-        int(request.args["response_tokens"]) + int(request.args["prompt_tokens"]) / group_size
-        for request in requests
-    )
     scored = [s.seconds for of_ranks in batches for s in _spans(of_ranks) if s.name == "reward"]
     beside = sum(
         span.seconds
@@ -110,7 +123,7 @@ def _rates(batches: Sequence[Sequence[BatchSpans]], requests: Sequence[Span]) ->
         request_s=request_s + (statistics.mean(scored) if scored else 0.0),
         train_token_s=sum(span.seconds for span in trained) / trained_tokens,
         train_group_s=beside / max(num_groups, 1),
-        trained_share=min(trained_tokens / packed, 1.0),
+        trained_share=trained_share_of(batches, group_size),
         border_s=statistics.median(_border_s(of_ranks) for of_ranks in batches),
     )
 
