@@ -123,7 +123,9 @@ MAY_IMPORT = {
     "simulation.setting": "",
     "simulation.pipeline": "simulation.setting",
     "simulation.calibrate": "simulation.setting timeline",
-    "simulation.advice": "simulation.calibrate simulation.pipeline simulation.setting timeline",
+    "simulation.replay": "simulation.calibrate simulation.pipeline simulation.setting timeline",
+    "simulation.advice": "simulation.calibrate simulation.pipeline simulation.replay"
+    " simulation.setting timeline",
     "simulation": "config memory_plan",
     "report": "config metrics.names metrics.trackers runtime.run_files samples timeline"
     " simulation.advice",

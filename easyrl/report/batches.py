@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from easyrl.report.curves import downsampled
 from easyrl.report.packing import packed
-from easyrl.timeline.accounting import LaneAccount
+from easyrl.timeline.accounting import LaneAccount, with_causes
 from easyrl.timeline.chrome_trace import in_flight
 from easyrl.timeline.spans import (
     EVALUATION,
@@ -48,7 +50,9 @@ def packed_batch(of_ranks: Sequence[BatchSpans], accounts: Sequence[LaneAccount]
     drawn: dict[str, Any] = {
         "seconds": _rounded(end_s - start_s),
         "ranks": [
-            {"lane": lane, "spans": _longest(spans, most, start_s)} for lane, spans in drawn_ranks
+            # by the names that the accounts have for them
+            {"lane": lane, "spans": _longest(_renamed(spans), most, start_s)}
+            for lane, spans in drawn_ranks
         ],
         "endpoints": [
             {
@@ -68,6 +72,10 @@ def packed_batch(of_ranks: Sequence[BatchSpans], accounts: Sequence[LaneAccount]
         ),
     }
     return packed(drawn)
+
+
+def _renamed(spans: Sequence[Span]) -> list[Span]:
+    return [msgspec.structs.replace(span, name=cause) for span, cause in with_causes(spans)]
 
 
 def _longest(spans: Sequence[Span], most: int, start_s: float) -> list[list[str | float]]:

@@ -119,15 +119,21 @@ def mean_shares(accounts: Iterable[LaneAccount]) -> dict[str, float]:
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
-def _of_rank(spans: Sequence[Span], window: _Window) -> dict[str, float]:
-    causes = defaultdict[str, float](float)
+def with_causes(spans: Iterable[Span]) -> Iterator[tuple[Span, str]]:
+    """The phases of a rank in one batch, in order, and the cause that each one's time has."""
     has_trained = False
     for span in spans:
         has_trained |= span.name == "train"
         name = _PHASE_NAMES.get(span.name, span.name)
         if span.name == "wait":
             name = STARVED if has_trained else FIRST_GROUP
-        causes[name] += _within(span, window)
+        yield span, name
+
+
+def _of_rank(spans: Sequence[Span], window: _Window) -> dict[str, float]:
+    causes = defaultdict[str, float](float)
+    for span, cause in with_causes(spans):
+        causes[cause] += _within(span, window)
     seconds = window.end_s - window.start_s
     causes[UNEXPLAINED] += seconds - sum(causes.values())
     return dict(causes)

@@ -173,6 +173,8 @@ def test_a_batch_is_packed_from_its_begin() -> None:
     assert drawn["seconds"] == 10.0 and drawn["left_out"] == 0
     (rank,) = drawn["ranks"]
     assert ["train", 3.0, 3.0] in rank["spans"]
+    names = ["begin", "first group", "train", "starved", "train", "step", "sync"]
+    assert [span[0] for span in rank["spans"]] == names  # as in the accounts
     first = drawn["endpoints"][0]
     assert [span[0] for span in first["spans"]] == ["push", "proof"]
     assert first["times"][:2] == [0.5, 1.0] and first["in_flight"][:2] == [1, 2]
@@ -216,6 +218,13 @@ def test_timelines_of_more_batches_than_are_shown_are_left_out(tmp_path: Path, m
     for number in range(4):
         folder.write(batch(TRAINER, 10.0, number))
     assert list(found(tmp_path / "run").batches) == ["3", "4"]
+
+
+def test_what_no_phase_covers_has_one_name_in_timeline_and_accounts() -> None:
+    drawn = drawn_of(batch([*TRAINER[:-1], Span("rank 0", "other", 9.5, 9.9)], 10.0))
+    (rank,), (accounts,) = drawn["ranks"], drawn["accounts"]
+    assert rank["spans"][-1][0] == "unexplained" and "other" not in accounts["causes"]
+    assert accounts["causes"]["unexplained"] == pytest.approx(0.5)
 
 
 def test_a_batch_of_many_spans_keeps_the_longest(monkeypatch) -> None:
