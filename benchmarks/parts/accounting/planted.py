@@ -21,7 +21,11 @@ from easyrl.ledger.ledger import Ledger
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.reporter import StepReporter
 from easyrl.train import main
+from easyrl.trainer.evaluation import RunningEvaluation
+from easyrl.trainer.look_ahead import LookAhead
+from easyrl.trainer.loop import Trainer
 from easyrl.weight_sync.proof import Prover
+from easyrl.weight_sync.publish import WeightSync
 from easyrl.weight_sync.push import WeightPusher
 
 
@@ -35,11 +39,25 @@ class Part(NamedTuple):
     is_async: bool = False
     of_last_group: bool = False  # of each batch, not of its first call
     while_training_waits: bool = False  # else training would hide it
+    # where it shows in a synchronous run, too, which has one wait for all groups and no look-ahead
+    in_sync: bool = True
+    settings: tuple[str, ...] = ()  # that a run needs to have this part; {folder}: of the workload
 
 
+EVALUATION = (
+    "evaluation.data.files=[{folder}/prompts.jsonl]",
+    "evaluation.data.apply_chat_template=false",
+    "evaluation.data.max_prompt_tokens=40",
+    "evaluation.data.max_records=4",
+    "evaluation.every_steps=1",
+    "evaluation.sampling.min_tokens=4",
+    "evaluation.sampling.max_tokens=8",
+)
+# A probe is shown once in a run's attempt, before the first batch, which is not counted.
 PARTS = {
     "dispatch": Part(JournalledRollouts, "begin", ("begin",)),
-    "first response": Part(EndpointPool, "ask", ("first group",), is_async=True),
+    "settle": Part(WeightSync, "settle", ("settle",)),
+    "first response": Part(EndpointPool, "ask", ("first group",), is_async=True, in_sync=False),
     "later responses": Part(
         EndpointPool,
         "ask",
@@ -47,15 +65,35 @@ PARTS = {
         is_async=True,
         of_last_group=True,
         while_training_waits=True,
+        in_sync=False,
+    ),
+    "pause between requests": Part(
+        RolloutGenerator, "_group", ("idle: nothing sent",), "endpoint", is_async=True
+    ),
+    "look-ahead": Part(
+        LookAhead, "work", ("look_ahead",), in_sync=False, settings=("recipe.kl_coef=0.001",)
     ),
     "tail": Part(EndpointPool, "ask", ("tail",), "endpoint", is_async=True, of_last_group=True),
     "packing": Part(BatchTotals, "add_group", ("pack",)),
     "training": Part(DeepSpeedEngine, "forward_backward", ("train",)),
+    # of a run of one rank: what it does to be with the others
+    "ranks": Part(Trainer, "_merged", ("ranks",)),
+    "evaluation": Part(RunningEvaluation, "finish", ("evaluation",), settings=EVALUATION),
     "check": Part(Ledger, "check", ("check",)),
     "step": Part(DeepSpeedEngine, "optimizer_step", ("step",)),
     "push": Part(WeightPusher, "push", ("push",), "endpoint", is_async=True),
     "proof": Part(Prover, "prove_bits", ("proof",), "endpoint", is_async=True),
+    # the tolerance is of log-probabilities that nobody has computed
+    "canary": Part(
+        Prover,
+        "compare_samples",
+        ("canary",),
+        "endpoint",
+        is_async=True,
+        settings=("weight_sync.canary=true", "weight_sync.canary_tolerance=100"),
+    ),
     "push, at the trainer": Part(WeightPusher, "push", ("sync",), is_async=True),
+    "ledger": Part(Ledger, "close_batch", ("ledger",)),
     "report": Part(StepReporter, "report", ("report",)),
     "checkpoint": Part(Ledger, "save_if_due", ("save",)),
 }
@@ -82,6 +120,9 @@ class OncePerBatch:
 
 def plant(part: Part, seconds: float) -> None:
     """Holds ``part`` up once a batch; of requests, all of a batch's first or last group."""
+    if part.owner is RolloutGenerator:
+        _plant_pause(seconds)
+        return
     once = OncePerBatch()
     original: Callable[..., Any] = getattr(part.owner, part.method)
     if part.owner is EndpointPool:
@@ -134,6 +175,27 @@ def _plant_requests(original: Callable[..., Any], seconds: float, *, last: bool)
         return answer
 
     EndpointPool.ask = ask  # type: ignore[method-assign]
+
+
+def _plant_pause(seconds: float) -> None:
+    """The producer draws the last group when all others are answered, and then waits."""
+    num_drawn = 0
+    draw = RolloutGenerator._group
+
+    async def group(self: Any, position: int, prompt: Any, run: Any) -> Any:
+        nonlocal num_drawn
+        if position == run.batch.membership.bound - 1:
+            while num_drawn:
+                await asyncio.sleep(1e-3)
+            await asyncio.sleep(seconds)
+            return await draw(self, position, prompt, run)
+        num_drawn += 1
+        try:
+            return await draw(self, position, prompt, run)
+        finally:
+            num_drawn -= 1
+
+    RolloutGenerator._group = group  # type: ignore[method-assign]
 
 
 def slow_training(seconds: float) -> None:

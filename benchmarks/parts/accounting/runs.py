@@ -40,12 +40,17 @@ class SleepingRun:
     train_s: float  # that each micro-batch takes beside its own work
 
     def batches(
-        self, mode: Mode, *, part: str = NO_PART, planted_s: float = 0.0
+        self,
+        mode: Mode,
+        *,
+        part: str = NO_PART,
+        planted_s: float = 0.0,
+        settings: Sequence[str] = (),
     ) -> list[list[BatchSpans]]:
         """The timeline without the first batch, and the last, which has no next one.
 
-        ``part``, held up by ``planted_s`` in each batch: of ``planted.PARTS``. Ends the program if
-        the run fails.
+        ``settings``: further ones, in which {folder} is that of the workload. ``part``, held up by
+        ``planted_s`` in each batch: of ``planted.PARTS``. Ends the program if the run fails.
         """
         with tempfile.TemporaryDirectory(prefix="easyrl-sleeping-") as run:
             run_dir, urls = Path(run), ",".join(self.urls)
@@ -53,6 +58,7 @@ class SleepingRun:
                 mode, self.folder, run_dir, urls, self.places, self.num_batches + 2
             )
             overrides += [f"weight_sync.{proof}=false" for proof in ("prove", "probe", "canary")]
+            overrides += [setting.format(folder=self.folder) for setting in settings]
             planted = [part, str(planted_s), str(self.train_s)]
             module = "benchmarks.parts.accounting.planted"
             command = [sys.executable, "-m", module, *planted, CONFIG, *overrides]
