@@ -21,6 +21,7 @@ from easyrl.runtime.whole_files import write_whole
 from easyrl.timeline.folder import TimelineFolder
 from easyrl.timeline.spans import (
     EVALUATION,
+    FAILED,
     REQUEST,
     BatchSpans,
     Span,
@@ -82,7 +83,7 @@ def in_flight(spans: Sequence[Span]) -> list[tuple[float, int]]:
     """When the number of an endpoint's requests changes, seconds, and what it is from then on."""
     changes: dict[float, int] = {}
     for span in spans:
-        if span.name in (REQUEST, EVALUATION):
+        if span.name in (REQUEST, EVALUATION, FAILED):
             changes[span.start_s] = changes.get(span.start_s, 0) + 1
             changes[span.end_s] = changes.get(span.end_s, 0) - 1
     counts, count = [], 0

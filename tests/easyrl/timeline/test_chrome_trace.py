@@ -60,3 +60,8 @@ def test_the_newest_batches_that_fit_are_in_it(tmp_path: Path, most: int, found:
     for number in range(3):
         folder.write(batch(SPANS[:12], 10.0, number))
     assert [each.batch for each in newest_batches(folder, most)] == found
+
+
+def test_what_fails_is_in_flight_until_it_does() -> None:
+    spans = [*requests(A, (1.0, 4.0)), *requests(A, (2.0, 3.0), name="failed request")]
+    assert in_flight(spans) == [(1.0, 1), (2.0, 2), (3.0, 1), (4.0, 0)]
