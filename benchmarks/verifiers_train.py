@@ -194,8 +194,9 @@ def _trained(run_dir: Path, settings: list[str], servers: DemoServers) -> Learnt
     means = [m[name] for m in read_metrics(run_dir / "metrics.jsonl") if name in m]
     command = [sys.executable, "-m", "easyrl", "verify", str(run_dir)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    verified = result.stdout.strip()
-    print(f"{run_dir.name}: {seconds:.0f} s; verify: {verified}{result.stderr}", flush=True)
+    said = [line for line in result.stdout.splitlines() if "on-policy" in line]
+    verified = said[0] if said else result.stdout.strip()
+    print(f"{run_dir.name}: {seconds:.0f} s; verify: {verified}", flush=True)
     on_policy = result.returncode == 0 and verified.startswith("on-policy: ")
     return Learnt(means[0], means[-1], verified, on_policy, seconds)
 
