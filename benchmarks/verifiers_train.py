@@ -83,7 +83,7 @@ TASKS = {
         (
             *("data.max_prompt_tokens=32", "evaluation.data.max_prompt_tokens=32"),
             *("rollout.max_tokens=6", "evaluation.sampling.max_tokens=6"),
-            *("trainer.max_steps=60", "trainer.batch_size=16", "trainer.learning_rate=5e-5"),
+            *("trainer.max_steps=60", "trainer.batch_size=16", "trainer.learning_rate=1.5e-4"),
         ),
     ),
 }
