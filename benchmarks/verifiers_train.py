@@ -124,10 +124,11 @@ def main() -> int:
         for name in arguments.only or TASKS:
             rows.append(_measure(name, Path(folder) / name, python))
     print(json.dumps({"rows": rows}))
-    return 0 if all(map(_is_expected, rows)) else 1
+    return 0 if all(map(is_expected, rows)) else 1
 
 
-def _is_expected(row: Mapping[str, Any]) -> bool:
+def is_expected(row: Mapping[str, Any]) -> bool:
+    """Whether the model has learnt, the control not, and both runs were on-policy."""
     learnt = row["reward_end"] - row["reward_start"]
     of_control = row["reward_end_shuffled"] - row["reward_start"]
     return bool(learnt >= LEAST_GAIN and of_control < LEAST_GAIN / 2 and row["on_policy"])
