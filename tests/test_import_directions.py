@@ -380,5 +380,13 @@ def test_what_has_to_be_light_imports_nothing_heavy(name):
     assert heavy_imports(name) == set()
 
 
+def test_who_only_reads_a_run_does_not_load_deepspeed():
+    """It looks for devices when it is imported, and says on the console what it found."""
+    for name in ("build.verify", "report.collect", "report.page", "build.tokenizer"):
+        assert {module for package, module in heavy_imports(name) if package == "deepspeed"} == (
+            set()
+        )
+
+
 def test_a_heavy_import_is_found_behind_others():
     assert ("torch", "engines.deepspeed.engine") in heavy_imports("build.replay")

@@ -52,6 +52,7 @@ class ReadyGroup(NamedTuple):
     group: RolloutGroup | StoredGroup
     is_recovered: bool = False  # finished in an earlier attempt
     cost: int = 0  # of training on it (``balance.GroupCost``)
+    since_s: float = 0.0  # of time.monotonic, when it was scored; or when this attempt had it
 
 
 Idle = Callable[[], bool]  # does one piece of other work; False if there was none
@@ -85,7 +86,6 @@ class GroupStream:
         # off the queue and not handed out, in order of arrival
         self._here: OrderedDict[Key, ReadyGroup] = OrderedDict()
         self._num_put = 0  # by one thread at a time, the producer's
-        self._put_s: dict[Key, float] = {}  # of what is not handed out
         self._num_handed_out = 0
         self._closed = False
         self._failure: ProducerError | RewardError | GatewayGone | None = None
@@ -105,7 +105,7 @@ class GroupStream:
         # is told the cost of what was trained, row by row where ``note_trained`` is called, and of
         # what is left of a drain when the next one begins
         self.on_trained: Callable[[int], object] = lambda cost: None
-        # is told of each group when it is handed out: since when it was there, and now; seconds of
+        # is told of each group when it is handed out: since when it was ready, and now, seconds of
         # time.monotonic
         self.on_handed_out: Callable[[Key, float, float], object] = lambda *told: None
         self.trained_at_end = False  # all groups are drained before the first of them is trained
@@ -122,7 +122,6 @@ class GroupStream:
         self._num_put += 1
         if group.is_recovered:
             self.recovered.add(group.key)
-        self._put_s[group.key] = time.monotonic()
         self._ready.put(group)
 
     def end(self, error: BaseException | None = None) -> None:
@@ -298,7 +297,7 @@ class GroupStream:
     def _hand_out(self, key: Key) -> RolloutGroup:
         ready = self._here.pop(key)
         group = ready.group
-        self.on_handed_out(key, self._put_s.pop(key), time.monotonic())
+        self.on_handed_out(key, ready.since_s, time.monotonic())
         self._untrained = [
             old + new
             for old, new in zip(self._untrained, (ready.cost, ready.num_tokens), strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from easyrl.dataloaders.producer.batch_progress import BatchProgress
@@ -98,7 +99,9 @@ class OpenBatch:
         lengths = lengths_of(group)
         cost = self.cost_of(lengths)
         self._note(cost)
-        self._held[position] = ReadyGroup(group.prompt.key, sum(lengths), kept, cost=cost)
+        self._held[position] = ReadyGroup(
+            group.prompt.key, sum(lengths), kept, cost=cost, since_s=group.completed_s
+        )
         return True
 
     def add_stored(self, position: int, prompt: Prompt, stored: StoredGroup) -> bool:
@@ -112,8 +115,14 @@ class OpenBatch:
 
     def add_handed_over(self, position: int, prompt: Prompt, stored: StoredGroup) -> None:
         """A group that was queued for this rank already, by another one; it will be handed out."""
-        num_tokens, cost = stored.num_tokens, self.cost_of(stored.lengths)
-        self._held[position] = ReadyGroup(prompt.key, num_tokens, stored, stored.is_recovered, cost)
+        self._held[position] = ReadyGroup(
+            prompt.key,
+            stored.num_tokens,
+            stored,
+            stored.is_recovered,
+            self.cost_of(stored.lengths),
+            time.monotonic(),
+        )
 
     def cost_of(self, lengths: Sequence[int]) -> int:
         """Of a group with so many tokens in its prompt and in each response; 0: nobody asks."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from easyrl.build.inference import Scoring
 from easyrl.build.run import OpenRun
@@ -16,11 +13,11 @@ from easyrl.build.same_vocabulary import check_vocabularies
 from easyrl.build.steps import num_epochs
 from easyrl.build.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
 from easyrl.build.trial import try_user_code
+from easyrl.build.vocabulary import policy_vocabulary, require_known_tokens
 from easyrl.completion_check import Vocabulary
-from easyrl.config import Config, ConfigError, DatasetConfig, EvaluationConfig, set_key
+from easyrl.config import ConfigError, DatasetConfig, EvaluationConfig, set_key
 from easyrl.dataloaders.prompts.dataset import PromptOrder, load_prompts
 from easyrl.dataloaders.prompts.template_values import every_variant
-from easyrl.models.supported import end_ids_of, vocabulary_size
 from easyrl.rewards.functions import check_prompts
 from easyrl.runtime.collectives import on_rank_zero
 from easyrl.schema import Prompt
@@ -68,34 +65,6 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
             "data.epochs=%d is not used: trainer.max_steps ends the run", config.data.epochs
         )
     return TrainingData(vocabulary, prompts, held_out, order)
-
-
-def policy_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-    """Token ids of the policy, and all of them by which a server may end a response.
-
-    vLLM heeds its tokenizer's and generation_config.json's, the embedded server config.json's too.
-    Raises ``ConfigError``.
-    """
-    model, tokenizers = config.model, [tokenizer]
-    if model.tokenizer_path != model.path:
-        with contextlib.suppress(ConfigError):  # servers read the model's own, if it has one
-            tokenizers.append(read_tokenizer(model.path))
-    of_tokenizers = {each.eos_token_id for each in tokenizers} - {None}
-    return Vocabulary(vocabulary_size(model), end_ids_of(model) | of_tokenizers)
-
-
-def require_known_tokens(config: Config, texts: Sequence[np.ndarray], vocab_size: int) -> None:
-    """Raises ``ConfigError`` if the tokenizer gives ids that the model has no embedding of.
-
-    ``texts``: token ids int32 [P] of each.
-    """
-    largest = max((int(token_ids.max()) for token_ids in texts), default=0)
-    if largest >= vocab_size:
-        raise ConfigError(
-            f"model.tokenizer: {config.model.tokenizer_path} gives token id {largest}, but "
-            f"model.path {config.model.path} has an embedding of {vocab_size} ids; use the "
-            "tokenizer that belongs to the model"
-        )
 
 
 def load_held_out(

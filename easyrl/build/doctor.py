@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from easyrl.build.data import load_data, policy_vocabulary, require_known_tokens
+from easyrl.build.data import load_data
 from easyrl.build.doctor_endpoints import Policy, check_endpoints
 from easyrl.build.inference import open_scoring
 from easyrl.build.row_settings import decide_row_settings
@@ -15,6 +15,7 @@ from easyrl.build.same_vocabulary import check_vocabularies
 from easyrl.build.steps import total_steps
 from easyrl.build.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
 from easyrl.build.trial import try_user_code
+from easyrl.build.vocabulary import policy_vocabulary, require_known_tokens
 from easyrl.completion_check import Vocabulary
 from easyrl.config import Config
 from easyrl.dataloaders.prompts.template_values import every_variant

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import sys
@@ -11,10 +10,10 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from easyrl.build.recipe_digest import recipe_digest
 from easyrl.build.run import OpenRun
 from easyrl.build.steps import has_more_batches, max_draws, num_epochs
 from easyrl.config import Config, ConfigError
-from easyrl.config.secrets import redact
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.certificate.chain import chain_hash, refuse_other_seal
 from easyrl.ledger.certificate.errors import CertificateError
@@ -56,15 +55,6 @@ def reference_identity(config: Config, collectives: Collectives) -> str | None:
         identity = digest.hexdigest()
     shared: str | None = collectives.broadcast(identity)
     return shared
-
-
-def recipe_digest(config: Config) -> str:
-    """Of the recipe's name, keys and own file: what its decisions depend on. 32 hex digits."""
-    section = config.recipe
-    # without secrets: verify has only what the run has written
-    text = json.dumps(redact(section.model_dump(mode="json", exclude={"file"})), sort_keys=True)
-    own = b"" if section.file is None else section.file.read_bytes()
-    return blake3(text.encode() + b"\n" + own).hexdigest(length=16)
 
 
 def open_earlier_run(run: OpenRun, order: PromptOrder) -> EarlierRun | None:

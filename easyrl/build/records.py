@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from easyrl.build.accumulation import build_accumulator
 from easyrl.build.checkpoints import open_checkpoints, resumed_progress
-from easyrl.build.data import policy_vocabulary, require_known_tokens
 from easyrl.build.ledger import open_certificate, open_earlier_run, reference_identity
 from easyrl.build.model import load_model
 from easyrl.build.progress import ProgressView
 from easyrl.build.recipe import group_functions
+from easyrl.build.record_data import load_dataset
 from easyrl.build.run import OpenRun, open_run
 from easyrl.build.run_length import tell_run
 from easyrl.build.steps import num_epochs
 from easyrl.build.timeline import open_timeline
-from easyrl.build.tokenizer import load_tokenizer
 from easyrl.build.trackers import open_trackers
 from easyrl.build.watchdog import watch_records
 from easyrl.build.weights_digest import digest_of_weights
-from easyrl.config import ConfigError
-from easyrl.config.file import load_config
-from easyrl.config.records import RecordDatasetConfig, RecordsConfig
+from easyrl.config.records import RecordsConfig
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.dataloaders.supervised.batches import RecordBatches, group_of
-from easyrl.dataloaders.supervised.dataset import RecordDataset, load_records, record_digest
+from easyrl.dataloaders.supervised.dataset import RecordDataset
 from easyrl.engines.base import TrainEngine
 from easyrl.ledger.certificate.seal import SealKey
 from easyrl.ledger.supervised import RecordsLedger
@@ -38,7 +33,6 @@ from easyrl.recipes.trial import try_recipe
 from easyrl.runtime.collectives import on_rank_zero
 from easyrl.runtime.determinism import remember_arithmetic
 from easyrl.runtime.phase_memory import PhaseMemory
-from easyrl.runtime.run_files import CONFIG_FILE
 from easyrl.runtime.run_folder import keep_config
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.start_phases import StartPhases
@@ -169,51 +163,6 @@ def build_record_parts(
     )
     watch_records(run, lambda: batches.num_waiting)
     return trainer, engine
-
-
-def load_dataset(config: RecordsConfig, section: RecordDatasetConfig, key: str) -> RecordDataset:
-    """The records of one section, which the recipe can train.
-
-    Raises ``ConfigError`` naming file, line and remedy.
-    """
-    tokenizer = load_tokenizer(config)
-    vocabulary = policy_vocabulary(config, tokenizer)
-    try:
-        data = load_records(section, tokenizer, vocabulary.end_ids or (), source_key=key)
-    except ValueError as error:
-        said = str(error)
-        raise ConfigError(said if said.startswith(key) else f"{key}: {said}") from error
-    recipe, is_pairs = load_recipe(config), data.format == "preference"
-    if recipe.pairs and not is_pairs:
-        raise ConfigError(
-            f"{key}.files: recipe {config.recipe.name} trains preference pairs, the records are of "
-            f"format {data.format}; give records with chosen and rejected, or use recipe sft"
-        )
-    if is_pairs and not recipe.pairs:
-        raise ConfigError(
-            f"{key}.files: the records are preference pairs, of which recipe "
-            f"{config.recipe.name} trains none; use recipe dpo, or set {key}.format=completion and "
-            f"{key}.fields.completion={section.fields.chosen}"
-        )
-    for record in data.records:
-        parts = [record.prompt.token_ids, *(each.token_ids for each in record.completions)]
-        require_known_tokens(config, parts, vocabulary.size)
-    return data
-
-
-def record_digests(run_dir: Path) -> list[str] | None:
-    """Of a run's records as its files give them now, by index.
-
-    None, which is said, where they cannot be read.
-    """
-    try:
-        config = load_config(run_dir / CONFIG_FILE, to_look_back=True)
-        assert isinstance(config, RecordsConfig)
-        data = load_dataset(config, config.data, "data")
-    except (ConfigError, OSError) as error:
-        print(f"easyrl: the records are not compared: {error}", file=sys.stderr)
-        return None
-    return [record_digest(record) for record in data.records]
 
 
 def _read_records(run: OpenRun, config: RecordsConfig) -> TrainingRecords:

@@ -7,9 +7,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from easyrl.build.ledger import recipe_digest
 from easyrl.build.recipe import accept_function
-from easyrl.build.records import record_digests
+from easyrl.build.recipe_digest import recipe_digest
+from easyrl.build.record_data import record_digests
 from easyrl.build.weight_answers import RecomputedAnswers
 from easyrl.config import ConfigError
 from easyrl.config.file import load_config

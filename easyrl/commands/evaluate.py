@@ -56,11 +56,12 @@ def eval_command(
 
 
 def _evaluate(config: Config, evaluation: EvaluationConfig, keep_texts: Path | None) -> None:
-    from easyrl.build.data import load_held_out, policy_vocabulary
+    from easyrl.build.data import load_held_out
     from easyrl.build.endpoints import warn_of_short_contexts
     from easyrl.build.inference import open_inference, open_scoring
     from easyrl.build.servers import start_servers
     from easyrl.build.tokenizer import load_tokenizer, token_decoder
+    from easyrl.build.vocabulary import policy_vocabulary
     from easyrl.runtime.collectives import Collectives
     from easyrl.runtime.ranks import Ranks
     from easyrl.runtime.stopping import StopRequest

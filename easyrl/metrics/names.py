@@ -498,9 +498,19 @@ SECTIONS = (
             Metric(
                 "time/inference_generating_share",
                 "share",
-                "endpoints generate, and more requests of the batch are to come, mean",
+                "endpoints generate, and more requests of the batch are to come or all its places "
+                "are taken, mean",
             ),
-            Metric("time/inference_tail_share", "share", "endpoints generate the last ones, mean"),
+            Metric(
+                "time/inference_tail_share",
+                "share",
+                "endpoints generate the last ones, and places stay empty, mean",
+            ),
+            Metric(
+                "time/inference_failed_share",
+                "share",
+                "endpoints fail, or are set aside for it, and nothing else runs, mean",
+            ),
             Metric("time/inference_idle_share", "share", "endpoints have nothing to do, mean"),
             Metric(
                 "time/startup_sync_s",

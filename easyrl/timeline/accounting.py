@@ -36,6 +36,8 @@ UNEXPLAINED = "unexplained"
 # Training's requests run, and more of them are to come, or as many run as ever did in this batch:
 GENERATING = "generating"
 TAIL = "tail"  # training's requests run, and the places of those that have ended stay empty
+# Nothing but requests that fail; or nothing at all since one has, and it is set aside meanwhile:
+FAILING = "failed"
 BORDER = "idle: border"  # nothing has been asked of it yet in this batch
 BETWEEN = "idle: nothing sent"  # between requests
 ENVIRONMENTS = "idle: environments"  # nothing runs, and an episode's environment is at work
@@ -82,6 +84,10 @@ def account(of_ranks: Sequence[BatchSpans]) -> list[LaneAccount]:
     whole = _Window(
         min(window.start_s for window in own.values()), max(window.end_s for window in own.values())
     )
+    answered_s = max(
+        (s.end_s for s in spans if is_endpoint(s.lane) and s.name in (REQUEST, FAILED)),
+        default=whole.start_s,
+    )
     trained_s = max(
         (span.end_s for span in spans if is_rank(span.lane) and span.name in ("train", "step")),
         default=whole.end_s,
@@ -94,7 +100,7 @@ def account(of_ranks: Sequence[BatchSpans]) -> list[LaneAccount]:
             causes = _of_rank(of_lane, window)
         elif is_endpoint(lane):
             window = whole
-            causes = _of_endpoint([*of_lane, *acting], whole, trained_s)
+            causes = _of_endpoint([*of_lane, *acting], whole, answered_s, trained_s)
         else:
             continue
         seconds = window.end_s - window.start_s
@@ -127,16 +133,22 @@ def _of_rank(spans: Sequence[Span], window: _Window) -> dict[str, float]:
     return dict(causes)
 
 
-def _of_endpoint(spans: Sequence[Span], window: _Window, trained_s: float) -> dict[str, float]:
-    requests = [span for span in spans if span.name == REQUEST and _within(span, window)]
-    first_s = min((span.start_s for span in requests), default=window.end_s)
-    last_s = max((span.start_s for span in requests), default=window.start_s)
-    done_s = max((span.end_s for span in requests), default=window.start_s)
+def _of_endpoint(
+    spans: Sequence[Span], window: _Window, answered_s: float, trained_s: float
+) -> dict[str, float]:
+    """``answered_s``: when the batch's last request ends, at whatever endpoint."""
+    asked = [span for span in spans if span.name in (REQUEST, FAILED) and _within(span, window)]
+    first_s = min((span.start_s for span in asked), default=window.end_s)
+    last_s = max((span.start_s for span in asked if span.name == REQUEST), default=window.start_s)
+    done_s = max((span.end_s for span in asked), default=window.start_s)
     causes = defaultdict[str, float](float)
-    more = [first_s, last_s, done_s, trained_s]
+    more = [first_s, last_s, done_s, answered_s, trained_s]
     moments = [(start, end, now.copy()) for start, end, now in _moments(spans, window, more)]
     most = max((running[REQUEST] for _, _, running in moments), default=0)
+    has_failed = False  # what ended last here
     for start_s, end_s, running in moments:
+        if running[REQUEST] or running[FAILED]:
+            has_failed = not running[REQUEST]
         update = next((name for name in _UPDATES if running[name]), None)
         if running[REQUEST]:
             cause = GENERATING if end_s <= last_s or running[REQUEST] == most else TAIL
@@ -145,9 +157,11 @@ def _of_endpoint(spans: Sequence[Span], window: _Window, trained_s: float) -> di
         elif running[EVALUATION]:
             cause = EVALUATION
         elif running[FAILED]:
-            cause = FAILED
+            cause = FAILING
         elif running[ACTING]:
             cause = ENVIRONMENTS
+        elif has_failed and end_s <= answered_s:
+            cause = FAILING
         elif end_s <= first_s:
             cause = BORDER
         elif end_s <= done_s:

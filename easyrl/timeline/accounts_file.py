@@ -12,6 +12,7 @@ import msgspec
 
 from easyrl.runtime.whole_files import write_whole
 from easyrl.timeline.accounting import (
+    FAILING,
     FIRST_GROUP,
     GENERATING,
     IDLE,
@@ -50,6 +51,7 @@ class BatchAccount(msgspec.Struct, frozen=True, omit_defaults=True):
         if endpoints:
             found["time/inference_generating_share"] = _sum(endpoints, (GENERATING,))
             found["time/inference_tail_share"] = _sum(endpoints, (TAIL,))
+            found["time/inference_failed_share"] = _sum(endpoints, (FAILING,))
             found["time/inference_idle_share"] = _sum(endpoints, IDLE)
         if self.startup_s:
             found["time/startup_sync_s"] = self.startup_s["sync_s"]

@@ -278,3 +278,42 @@ def test_an_interrupt_from_a_signal_handler_wakes_the_main_thread():
                 stream.drain_ready(100)  # this thread waits; the handler runs in it
         finally:
             signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_group_is_queued_from_its_last_score_until_it_is_taken():
+    told: list[tuple[str, float, float, int]] = []
+    generate = ScriptedGenerate(open_indices=[1])
+
+    def span(name, start_s, end_s, **args):
+        if name in ("group", "queued"):
+            told.append((name, start_s, end_s, args["index"]))
+
+    with LoopThread() as thread:
+        rollouts = generator(thread, generate, in_prompt_order=True, span=span)
+        stream = produce(rollouts, prompts(2), "v", store=MemoryStore())
+        wait_until(lambda: ("group", 1) in {(name, index) for name, *_, index in told})
+        time.sleep(0.1)
+        generate.release(thread, 0)
+        stream.complete()
+        time.sleep(0.05)  # the trainer is busy
+        taken = [(group.prompt.index, time.monotonic()) for group in stream]
+    assert [index for index, _ in taken] == [0, 1]
+    spans = {(name, index): (start_s, end_s) for name, start_s, end_s, index in told}
+    for index, taken_s in taken:
+        since_s, until_s = spans["queued", index]
+        assert 0 <= since_s - spans["group", index][1] < 0.02
+        assert until_s <= taken_s and until_s - since_s >= 0.05
+    assert spans["queued", 1][1] - spans["queued", 1][0] >= 0.15  # behind the one before it
+
+
+def test_a_recovered_group_is_queued_from_when_it_is_here():
+    told = []
+    with stored(1) as store, LoopThread() as thread:
+        begun_s = time.monotonic()
+        rollouts = generator(
+            thread, ScriptedGenerate(), span=lambda name, *times, **_: told.append((name, *times))
+        )
+        stream = produce(rollouts, prompts(1), "new", store=store)
+        assert len(list(stream)) == 1
+    [(name, since_s, until_s)] = told
+    assert name == "queued" and begun_s <= since_s <= until_s

@@ -39,6 +39,30 @@ def answered(tasks: list[asyncio.Task[Completion]]) -> list[int]:
     return [int(task.result().token_ids[0]) for task in tasks]
 
 
+# -- what is told --------------------------------------------------------------------------------
+
+
+async def test_each_failed_request_is_told_by_its_endpoint_with_the_error():
+    broken, other = servers(2)
+    broken.faults.extend([break_off, truncate, status(500, "out of memory")])
+    told: list[tuple[str, str, Any]] = []
+
+    def span(url: str, name: str, began_s: float, ended_s: float, **args: Any) -> None:
+        assert began_s <= ended_s
+        told.append((url, name, args.get("problem")))
+
+    async with pool_of(broken, other) as pool:
+        pool.span = span
+        async with asyncio.timeout(10):
+            while sum(name == "failed request" for _, name, _ in told) < 3:
+                await ask(pool, len(told))
+                await asyncio.sleep(0.02)
+    failed = [each for each in told if each[1] == "failed request"]
+    assert {url for url, _, _ in failed} == {broken.url}
+    assert all(problem and problem.isidentifier() for _, _, problem in failed)
+    assert all(problem is None for _, name, problem in told if name == "request")
+
+
 # -- hanging -------------------------------------------------------------------------------------
 
 

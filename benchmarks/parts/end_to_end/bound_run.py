@@ -29,11 +29,12 @@ from benchmarks.parts.end_to_end.bound import (
     Group,
     as_they_arrive,
 )
-from easyrl.build.data import load_data, policy_vocabulary
+from easyrl.build.data import load_data
 from easyrl.build.inference import open_inference, open_scoring
 from easyrl.build.replay import replay_batch
 from easyrl.build.servers import StartedServers
 from easyrl.build.tokenizer import load_tokenizer
+from easyrl.build.vocabulary import policy_vocabulary
 from easyrl.config import Config
 from easyrl.config.file import load_config
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine

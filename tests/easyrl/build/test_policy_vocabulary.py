@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from easyrl.build.data import policy_vocabulary
 from easyrl.build.tokenizer import load_tokenizer
+from easyrl.build.vocabulary import policy_vocabulary
 from easyrl.completion_check import Vocabulary
 from easyrl.config import Config, ModelConfig
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine

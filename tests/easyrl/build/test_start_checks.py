@@ -10,12 +10,12 @@ from typing import cast
 import numpy as np
 import pytest
 
-from easyrl.build.data import require_known_tokens
 from easyrl.build.endpoints import require_weight_routes
 from easyrl.build.inference import Inference, Scoring, open_inference
 from easyrl.build.servers import start_servers
 from easyrl.build.tokenizer import check_chat_template, load_tokenizer
 from easyrl.build.trial import try_attention
+from easyrl.build.vocabulary import require_known_tokens
 from easyrl.completion_check import Vocabulary
 from easyrl.config import Config, ConfigError, EnvironmentConfig
 from easyrl.config.file import validate_config

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from easyrl.__main__ import command_line
-from easyrl.build.ledger import recipe_digest
+from easyrl.build.recipe_digest import recipe_digest
 from easyrl.config.file import dump_config, validate_config
 from easyrl.ledger import evidence
 from easyrl.ledger.certificate.chain import START, ChainReader, chain_hash, encode_line

@@ -88,13 +88,32 @@ def test_the_tail_begins_when_a_place_is_empty_and_nothing_more_comes() -> None:
     assert causes["tail"] == pytest.approx(7.0 - 5.0)
 
 
-def test_requests_that_fail_are_no_idle_time() -> None:
-    spans = [*TRAINER, *requests(A, (1.0, 2.0), (4.0, 5.0))]
-    spans += requests(A, (1.5, 2.5), (2.4, 3.5), name="failed request")
+def test_no_tail_while_more_comes_or_all_places_are_taken() -> None:
+    spans = [*TRAINER, *requests(A, (1.0, 3.0), (1.0, 6.0), (4.0, 7.0))]
     causes = accounts_of(spans)[A].causes
-    assert causes["failed request"] == pytest.approx(1.5)  # while no other runs
-    assert causes["idle: nothing sent"] == pytest.approx(0.5)
-    assert causes["generating"] == pytest.approx(2.0)
+    assert causes["generating"] == pytest.approx(6.0 - 1.0)  # one from 3 to 4, and another comes
+    assert causes["tail"] == pytest.approx(7.0 - 6.0)
+
+
+def test_requests_that_fail_are_no_idle_time() -> None:
+    spans = [*TRAINER, *requests(A, (1.0, 2.0), (4.0, 5.0), (6.0, 7.0))]
+    spans += requests(A, (1.5, 2.5), (2.4, 3.5), name="failed request")
+    found = accounts_of(spans)[A]
+    causes = found.causes
+    assert causes["failed"] == pytest.approx(4.0 - 2.0)  # until it is asked again
+    assert causes["idle: nothing sent"] == pytest.approx(1.0)  # nothing has failed before it
+    assert causes["generating"] == pytest.approx(3.0)
+    assert found.idle_s == pytest.approx(10.0 - 2.0 - 3.0)
+
+
+def test_an_outage_lasts_from_a_failure_to_the_next_request_or_the_last_answer_elsewhere() -> None:
+    refused = requests(A, (0.5, 0.51), (2.0, 2.01), name="failed request")
+    answers = requests(B, (0.5, 4.0), (2.1, 6.0))
+    causes = accounts_of([*TRAINER, *refused, *answers, Span(A, "push", 3.0, 3.5)])[A].causes
+    assert causes["failed"] == pytest.approx(6.0 - 0.5 - 0.5)  # repaired meanwhile
+    assert causes["push"] == pytest.approx(0.5)
+    assert causes["idle: training"] == pytest.approx(9.5 - 6.0)
+    assert "idle: nothing sent" not in causes
 
 
 def test_what_began_before_the_batch_counts_from_its_begin() -> None:
@@ -106,13 +125,17 @@ def test_what_began_before_the_batch_counts_from_its_begin() -> None:
 times = st.tuples(st.floats(0, 9), st.floats(0.01, 5)).map(lambda pair: (pair[0], sum(pair)))
 
 
-@given(st.lists(times, max_size=6), st.lists(times, max_size=3), st.lists(times, max_size=3))
-def test_causes_add_up_whatever_overlaps(own, evaluations, pushes) -> None:
+few = st.lists(times, max_size=3)
+
+
+@given(st.lists(times, max_size=6), few, few, few)
+def test_causes_add_up_whatever_overlaps(own, evaluations, pushes, failures) -> None:
     spans = [
         *TRAINER,
         *requests(A, *own),
         *requests(A, *evaluations, name="evaluation"),
         *requests(A, *pushes, name="push"),
+        *requests(A, *failures, name="failed request"),
     ]
     for each in account([batch(spans, 10.0)]):
         assert sum(each.causes.values()) == pytest.approx(each.wall_s, abs=1e-9)

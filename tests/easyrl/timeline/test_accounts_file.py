@@ -41,7 +41,7 @@ def test_shares_and_equations_are_metrics(tmp_path: Path) -> None:
     accounts = AccountsFile(folder, num_ranks=1, from_batch=7)
     folder.write(spans_of(7))
     accounts.add(spans_of(7))
-    # as computed by hand in test_accounting: A generates 3.5 s of 10, B 1.5; tails 1 and 5
+    # as computed by hand in test_accounting: A generates 3.5 s of 10, B 6.5; A's tail is 1
     assert accounts.metrics() == pytest.approx(
         {
             "time/accounted_batch": 7,
@@ -50,6 +50,7 @@ def test_shares_and_equations_are_metrics(tmp_path: Path) -> None:
             "time/unexplained_share": 0,
             "time/inference_generating_share": 0.5,
             "time/inference_tail_share": 0.05,
+            "time/inference_failed_share": 0,
             "time/inference_idle_share": (0.5 + 1 + 3.5 + 1 + 2) / 20,
             "time/startup_sync_s": 3.5 + 3.0,  # inference batches of two
             "time/startup_async_s": 2.0,
