@@ -1,4 +1,4 @@
-"""A verifiers environment of several turns with a state: guess a number between 1 and 20."""
+"""A verifiers environment of several turns: guess a number between 1 and 20."""
 
 from __future__ import annotations
 
@@ -10,36 +10,40 @@ from datasets import Dataset
 RULES = "Guess my number between 1 and 20. Answer with a number alone."
 
 
+def field(message: Any, name: str) -> Any:
+    """Messages are mappings or, in newer versions, objects."""
+    return message[name] if isinstance(message, dict) else getattr(message, name)
+
+
+def guess_in(message: Any) -> int:
+    """The last number in a message; 0: there is none."""
+    words = [word.strip(".") for word in str(field(message, "content")).split()]
+    return int(next((word for word in reversed(words) if word.isdecimal()), 0))
+
+
+def guesses_in(completion: Any) -> list[int]:
+    """By the rollout's messages: the environment is not asked behind the last turn."""
+    return [guess_in(message) for message in completion if field(message, "role") == "assistant"]
+
+
 class Guessing(vf.MultiTurnEnv):
     """The answer of a row is the number."""
 
-    async def setup_state(self, state: Any, **kwargs: Any) -> Any:
-        state["guesses"] = []
-        return state
-
     async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-        last = messages[-1]
-        text = last["content"] if isinstance(last, dict) else last.content
-        words = [word for word in str(text).split() if word.strip(".").isdigit()]
-        guess = int(words[-1].strip(".")) if words else 0
-        state["guesses"].append(guess)
-        number = int(state["answer"])
+        guess, number = guess_in(messages[-1]), int(state["answer"])
         if guess == number:
-            say = "right"
-        else:
-            say = "higher" if guess < number else "lower"
-        answer = [{"role": "user", "content": say}]
-        if say == "right":
+            answer = [{"role": "user", "content": "right"}]
             state["final_env_response"] = answer  # the model is not asked again
-        return answer
+            return answer
+        return [{"role": "user", "content": "higher" if guess < number else "lower"}]
 
 
-def found_it(state: Any, **kwargs: Any) -> float:
-    return float(bool(state["guesses"]) and state["guesses"][-1] == int(state["answer"]))
+def found_it(completion: Any, answer: str, **kwargs: Any) -> float:
+    return float(guesses_in(completion)[-1:] == [int(answer)])
 
 
-def speed(state: Any, **kwargs: Any) -> float:
-    return 1.0 / max(1, len(state["guesses"]))
+def speed(completion: Any, **kwargs: Any) -> float:
+    return 1.0 / max(1, len(guesses_in(completion)))
 
 
 def load_environment(weight_of_speed: float = 0.0, max_turns: int = 8) -> vf.Environment:

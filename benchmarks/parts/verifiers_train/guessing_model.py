@@ -32,7 +32,7 @@ def downwards(low: int, high: int) -> int:
     return high
 
 
-HABITS: dict[Habit, float] = {halving: 0.3, upwards: 0.35, downwards: 0.35}  # shares of the games
+HABITS: dict[Habit, float] = {halving: 0.2, upwards: 0.4, downwards: 0.4}  # shares of the games
 
 
 def game(number: int, habit: Habit) -> list[Piece]:

@@ -56,6 +56,16 @@ async def test_several_turns_with_a_state(tmp_path: Path) -> None:
                 await rollout(hosts, chat, prompt(metadata={"example_id": 9}))
 
 
+async def test_what_is_said_in_the_last_turn_counts(tmp_path: Path) -> None:
+    """The library does not ask the environment behind it."""
+    async with ScriptedChat(halves) as chat:
+        async with running(environment(tmp_path, "guessing", max_turns=4)) as hosts:
+            found = await rollout(hosts, chat, prompt(answer="3"))  # 10, 5, 2, 3
+            missed = await rollout(hosts, chat, prompt(answer="4"))  # 10, 5, 2, 3
+    assert len(chat.bodies) == 8
+    assert [found.reward, missed.reward] == [1.0, 0.0]
+
+
 async def test_its_turns_are_bounded_and_its_sampling_is_not_sent(tmp_path: Path) -> None:
     async with ScriptedChat(lambda _: says("20")) as chat:
         async with running(environment(tmp_path, "guessing", max_turns=3)) as hosts:
