@@ -68,7 +68,8 @@ class SleepingEndpoint:
         body = orjson.loads(await request.read())
         version, sampling = self._version, body["sampling_params"]
         rng = np.random.default_rng(sampling["seed"])
-        num_tokens = int(rng.integers(sampling["min_tokens"], sampling["max_tokens"] + 1))
+        least = max(sampling["min_tokens"], 1)  # a canary has no minimum
+        num_tokens = int(rng.integers(least, sampling["max_tokens"] + 1))
         token_ids = rng.integers(0, self._vocab_size, num_tokens).tolist()
         token_ids[-1] = self._end_id
         await asyncio.sleep(num_tokens * self.seconds_per_token)
