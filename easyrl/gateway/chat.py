@@ -53,15 +53,21 @@ def sampled_texts(renderer: Renderer, sampled: SampledTurn, stop: Sequence[str])
     token that ended the turn. The first ends before a stop string that did."""
     token_ids = sampled.token_ids.tolist()
     if sampled.finish_reason != "stop":
-        text = renderer.decode(token_ids, skip_special_tokens=True)
-        return text, renderer.decode(token_ids)
+        return _both_texts(renderer, token_ids)
     if stop:
         text = renderer.decode(token_ids, skip_special_tokens=True)
         ends = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
         if ends:
             return text[: min(ends)[1]], renderer.decode(token_ids)
-    text = renderer.decode(token_ids[:-1], skip_special_tokens=True)
-    return text, renderer.decode(token_ids[:-1])
+    return _both_texts(renderer, token_ids[:-1])
+
+
+def _both_texts(renderer: Renderer, token_ids: list[int]) -> tuple[str, str]:
+    """Without the special tokens, and with them."""
+    said = renderer.decode(token_ids)
+    if not any(map(renderer.is_special, token_ids)):
+        return said, said
+    return renderer.decode(token_ids, skip_special_tokens=True), said
 
 
 def _told(call: ToolCall, number: int, sampled: SampledTurn) -> dict[str, Any]:
