@@ -139,6 +139,10 @@ async def test_it_answers_as_a_server_and_takes_as_long_as_its_tokens(
         assert all(0 <= t < VOCABULARY for c in others for t in c.token_ids)
         assert some.version_spans[0].version == "run:0:1"
         assert some.logprobs[0] == pytest.approx(-math.log(VOCABULARY))
+        whole = SamplingConfig(max_tokens=9, ignore_eos=True)
+        body = await client.generate([1, 2, 3], whole, seed=5)
+        (canary,) = parse_generate_response(body, endpoint.url, 3)
+        assert len(canary.token_ids) == 9 and canary.finish_reason == "length"
         endpoint.seconds_per_token = 0.05
         start = time.monotonic()
         await client.generate([1, 2, 3], sampling, seed=5)

@@ -1,8 +1,9 @@
 """An inference endpoint that sleeps instead of computing: vLLM's routes, random tokens.
 
 It stands in for servers on devices of their own. A request's seed says how many tokens its response
-has. Weights are taken and thrown away: a run against it has to switch the proofs off
-(``weight_sync.prove``, ``probe`` and ``canary``).
+has; one that ignores the end token has all. Weights are taken and thrown away: a run against it has
+to switch the proofs off (``weight_sync.prove`` and ``probe``, and ``canary``, or take any answer
+for it with ``weight_sync.canary_tolerance``).
 """
 
 from __future__ import annotations
@@ -68,15 +69,17 @@ class SleepingEndpoint:
         body = orjson.loads(await request.read())
         version, sampling = self._version, body["sampling_params"]
         rng = np.random.default_rng(sampling["seed"])
-        least = max(sampling["min_tokens"], 1)  # a canary has no minimum
-        num_tokens = int(rng.integers(least, sampling["max_tokens"] + 1))
+        ends = not sampling.get("ignore_eos")  # a canary does not
+        least = sampling["min_tokens"] if ends else sampling["max_tokens"]
+        num_tokens = int(rng.integers(max(least, 1), sampling["max_tokens"] + 1))
         token_ids = rng.integers(0, self._vocab_size, num_tokens).tolist()
-        token_ids[-1] = self._end_id
+        if ends:
+            token_ids[-1] = self._end_id
         await asyncio.sleep(num_tokens * self.seconds_per_token)
         logprob = -math.log(self._vocab_size)
         choice = {
             "index": 0,
-            "finish_reason": "stop",
+            "finish_reason": "stop" if ends else "length",
             "token_ids": token_ids,
             "weight_versions": [{"version": version, "start": 0, "end": num_tokens}],
             "logprobs": {"content": [{"token_id": t, "logprob": logprob} for t in token_ids]},
