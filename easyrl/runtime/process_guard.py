@@ -71,9 +71,16 @@ def marked_processes(mark: str) -> list[int]:
 
 
 def kill_marked(mark: str) -> None:
-    """Kills all that have ``mark``; one that the kernel does not let go is left behind."""
+    """Kills all that have ``mark``; one that the kernel does not let go is left behind.
+
+    Looks until twice in a row none was found: a process that is just being executed shows no
+    environment for a moment.
+    """
     deadline_s = time.monotonic() + KILL_TIMEOUT_S
-    while (pids := marked_processes(mark)) and time.monotonic() < deadline_s:
+    looks_without = 0
+    while looks_without < 2 and time.monotonic() < deadline_s:
+        pids = marked_processes(mark)
+        looks_without = 0 if pids else looks_without + 1
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
