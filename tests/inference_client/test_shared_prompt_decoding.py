@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,12 @@ from easyrl.inference_client.servers.embedded.attention import (
 from easyrl.inference_client.servers.embedded.batch import RunningBatch
 from easyrl.inference_client.servers.embedded.cache import Prefilled, SlotCache, StatesOfLayers
 from easyrl.inference_client.servers.embedded.prefill import states_of_layers
-from easyrl.inference_client.servers.embedded.prompts import MIN_APART, PromptStore
+from easyrl.inference_client.servers.embedded.prompts import (
+    MIN_APART,
+    MIN_READS_SAVED,
+    PromptStore,
+    longest_in_slots,
+)
 from easyrl.inference_client.servers.embedded.requests import Sequence
 from easyrl.inference_client.servers.embedded.sampling import SamplingParams, UniformStream
 from easyrl.inference_client.servers.embedded.sharing_probe import takes_shared_prompts
@@ -199,6 +206,45 @@ def test_a_prompt_is_read_apart_only_where_reads_are_saved() -> None:
     run_all(batch)
     assert batch.stats.prefilled_tokens == computed
     check(model, known)
+
+
+def test_long_prompts_among_short_sequences_are_read_apart() -> None:
+    """Else attention would read as much of every slot as the longest of them holds."""
+    model, batch = new_model(), new_batch(new_model())
+    short = [new_sequence(new_prompt(8), 12, seed=i) for i in range(20)]
+    batch.add(short, "v")
+    batch.step()
+    assert num_apart(batch) == 0
+    long = [new_sequence(new_prompt(n), 4, seed=n) for n in (150, MIN_APART, 140)]
+    batch.add(long, "v")
+    finished = batch.step()
+    assert len(batch.sequences) == 23 and num_apart(batch) == 2
+    assert batch._longest == MIN_APART
+    finished += run_all(batch)
+    assert len(finished) == 23
+    for sequence in finished:
+        check(model, sequence)
+
+
+def positions_read(lengths: list[int], running: int, num_rows: int, apart: list[int]) -> int:
+    rest = [running, *(n for i, n in enumerate(lengths) if i not in apart)]
+    return num_rows * max(rest) + MIN_READS_SAVED * len(apart)
+
+
+def test_slots_hold_what_lets_attention_read_least() -> None:
+    """Against every choice of prompts that are read apart."""
+    for _ in range(200):
+        count = int(rng.integers(0, 6))
+        lengths = [int(n) for n in rng.integers(1, 400, count)]
+        running, num_rows = int(rng.integers(0, 200)), count + int(rng.integers(0, 20))
+        longest = longest_in_slots(iter(lengths), running, num_rows)
+
+        long = [i for i, n in enumerate(lengths) if n >= MIN_APART]
+        choices = [list(c) for k in range(len(long) + 1) for c in combinations(long, k)]
+        chosen = [i for i, n in enumerate(lengths) if n > longest]
+        assert set(chosen) <= set(long)
+        reads = partial(positions_read, lengths, running, num_rows)
+        assert reads(chosen) == min(map(reads, choices))
 
 
 @pytest.mark.parametrize("length", [12, 150])
@@ -419,7 +465,7 @@ def test_the_store_keeps_what_is_used_and_the_last_that_was() -> None:
     def start(row: int, prefilled: torch.Tensor | None) -> torch.Tensor:
         """What the sequence's slot is filled with."""
         given = None if prefilled is None else Prefilled([(prefilled, prefilled)], 0, 3 + row // 2)
-        source = store.start([sequences[row]], given)
+        source = store.start([sequences[row]], given, longest=1000)
         assert source is not None
         sequences[row].row = row
         cache.ensure(row + 1, 8)

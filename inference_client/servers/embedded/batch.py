@@ -118,8 +118,12 @@ class RunningBatch:
         started: list[Sequence] = []
         held: list[int] = []  # positions of each slot
         filled: dict[int, list[tuple[int, Prefilled]]] = {}  # slots and what of, by layers' id
+        samples = [group for group, _ in groups]
+        num_rows = len(self.sequences) + sum(map(len, samples))
+        longest = self._prompts.longest_in_slots(samples, self._longest, num_rows)
         for group, prefilled in groups:
-            in_slots = self._prompts.start(group, prefilled) if len(group[0].prompt) > 1 else None
+            has_states = len(group[0].prompt) > 1
+            in_slots = self._prompts.start(group, prefilled, longest) if has_states else None
             for sequence in group:
                 sequence.row = len(self.sequences) + len(started)
                 started.append(sequence)

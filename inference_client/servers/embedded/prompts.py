@@ -5,6 +5,7 @@ Shape legend: H key-value heads, P positions, d head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from easyrl.inference_client.servers.embedded.cache import Prefilled, SlotCache, StatesOfLayers
@@ -17,6 +18,30 @@ MIN_READS_SAVED = 512  # positions, in each step; fewer are not worth that call 
 def is_read_apart(length: int, num_users: int) -> bool:
     """Whether decoding is faster if a prompt is read once, not in the slots of all that have it."""
     return length >= MIN_APART and length * (num_users - 1) >= MIN_READS_SAVED
+
+
+def longest_in_slots(lengths: Iterable[int], running: int, num_rows: int) -> int:
+    """Up to which length prompts belong into slots, so that decoding reads least.
+
+    Attention reads as many positions of each slot as the longest one holds: a few long prompts
+    among short sequences are read apart, at what a call of its own costs for each.
+
+    Args:
+        lengths: of the prompts that start and would lie in slots.
+        running: positions of the longest slot that is in use.
+        num_rows: slots with those that start.
+    """
+    rising = sorted(lengths)
+    best, fewest_reads = running, None
+    for num_apart in range(len(rising) + 1):
+        if num_apart and rising[-num_apart] < MIN_APART:
+            break
+        rest = rising[: len(rising) - num_apart]
+        longest = max([running, *rest[-1:]])
+        reads = num_rows * longest + num_apart * MIN_READS_SAVED
+        if fewest_reads is None or reads < fewest_reads:
+            best, fewest_reads = longest, reads
+    return best
 
 
 @dataclass(eq=False, slots=True)
@@ -46,10 +71,22 @@ class PromptStore:
     def __contains__(self, prompt_key: bytes) -> bool:
         return prompt_key in self._known
 
-    def start(self, group: list[Sequence], prefilled: Prefilled | None) -> Prefilled | None:
+    def longest_in_slots(
+        self, groups: Iterable[list[Sequence]], running: int, num_rows: int
+    ) -> int:
+        """Of ``groups`` that start, each of one prompt: see ``longest_in_slots``."""
+        sizes = [(len(group[0].prompt) - 1, len(group)) for group in groups]
+        in_slots = [size[0] for size in sizes if not is_read_apart(*size)]
+        return longest_in_slots(in_slots, running, num_rows)
+
+    def start(
+        self, group: list[Sequence], prefilled: Prefilled | None, longest: int
+    ) -> Prefilled | None:
         """Sequences of one prompt start; what their slots are to hold of it (None: nothing).
 
-        ``prefilled``: the prompt's states if it is not known.
+        Args:
+            prefilled: the prompt's states if it is not known.
+            longest: prompts of more tokens are read apart.
         """
         key = group[0].prompt_key
         prompt = self._known.setdefault(key, HeldPrompt(len(group[0].prompt) - 1))
@@ -58,7 +95,8 @@ class PromptStore:
         if self._unused == key:
             self._unused = None
         num_users = len(prompt.in_slots) + len(group)
-        if prompt.apart or (self._can_share and is_read_apart(prompt.length, num_users)):
+        pays = is_read_apart(prompt.length, num_users) or prompt.length > longest
+        if prompt.apart or (self._can_share and pays):
             prompt.layers = source.of_its_own()
             prompt.apart.update(group)
             return None
