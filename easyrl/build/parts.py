@@ -75,6 +75,7 @@ def build_parts(
     servers = start_servers(config, opened, log_dir, cores)  # up when the model is loaded
     starting.begin("model")
     model = load_model(run, len(data.prompts), earlier)
+    model.engine.spans.before = cores.adjust  # a server may have ended since the micro-batch began
     kept = open_kept_state(run, data, model)
     starting.begin("endpoints")
     endpoints = open_endpoints(run, scoring, data, model.engine, servers, cores)

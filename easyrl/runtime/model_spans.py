@@ -26,11 +26,12 @@ class ModelSpans:
     """Told of each forward and backward, to ``on_span``; without one nothing is measured.
 
     On a device that runs behind the host a pair of events lies around each, and ``tell`` reads
-    those whose work is done.
+    those whose work is done. ``before`` is called as each begins.
     """
 
     def __init__(self, new_event: Callable[[], DeviceEvent] | None = None) -> None:
         self.on_span: OnModelSpan | None = None
+        self.before: Callable[[], object] = lambda: None
         self._new_event = new_event
         self._launched: deque[_Launched] = deque(maxlen=MOST_OPEN)
 
@@ -45,6 +46,7 @@ class ModelSpans:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """The work launched inside. Waits for nothing."""
+        self.before()
         if self.on_span is None:
             yield
         elif self._new_event is None:

@@ -49,6 +49,7 @@ class SharedCores:
         self._path, self._file = file, None if file is None else _open(file)
         self._byte = os.getpid()  # another process has another one
         self._computes = False
+        self._others: int | None = None  # who computed when this process took; None: not heeded
         self._contention = Contention()
 
     @classmethod
@@ -77,11 +78,19 @@ class SharedCores:
             self._lock(fcntl.F_WRLCK)
             self._computes = True
         num_others = self._end_stretch()
+        self._others = None if others_begin else num_others
         share = self._num_cores // (1 + num_others)
         most = 1 if others_begin else min(share, self._most)
         num_threads = self._contention.begin(max(1, most))
         if num_threads != torch.get_num_threads():
             torch.set_num_threads(num_threads)
+
+    def adjust(self) -> None:
+        """Between two parts of a computation: takes again if others have begun or ended since."""
+        if not self._computes or self._others is None:
+            return
+        if self._count_others(0, _END) != self._others:
+            self.take()
 
     def rest(self) -> None:
         """It does not, until it takes again."""

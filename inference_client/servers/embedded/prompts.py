@@ -23,8 +23,8 @@ def is_read_apart(length: int, num_users: int) -> bool:
 def longest_in_slots(lengths: Iterable[int], running: int, num_rows: int) -> int:
     """Up to which length prompts belong into slots, so that decoding reads least.
 
-    Attention reads as many positions of each slot as the longest one holds: a few long prompts
-    among short sequences are read apart, at what a call of its own costs for each.
+    Attention reads as many positions of each slot as the longest one holds. A few long prompts
+    among short sequences are better read apart, for what a call of its own costs each.
 
     Args:
         lengths: of the prompts that start and would lie in slots.
@@ -32,15 +32,15 @@ def longest_in_slots(lengths: Iterable[int], running: int, num_rows: int) -> int
         num_rows: slots with those that start.
     """
     rising = sorted(lengths)
-    best, fewest_reads = running, None
-    for num_apart in range(len(rising) + 1):
-        if num_apart and rising[-num_apart] < MIN_APART:
-            break
-        rest = rising[: len(rising) - num_apart]
-        longest = max([running, *rest[-1:]])
-        reads = num_rows * longest + num_apart * MIN_READS_SAVED
+    best, fewest_reads, reads_apart = running, None, 0
+    for num_kept in range(len(rising), -1, -1):
+        longest = max(running, rising[num_kept - 1]) if num_kept else running
+        reads = num_rows * longest + reads_apart
         if fewest_reads is None or reads < fewest_reads:
             best, fewest_reads = longest, reads
+        if longest == running or longest < MIN_APART:
+            break
+        reads_apart += longest + MIN_READS_SAVED
     return best
 
 

@@ -17,8 +17,11 @@ def test_on_a_cpu_a_span_is_told_as_it_ends() -> None:
     told: Told = []
     spans = ModelSpans.of(torch.device("cpu"))
     spans.on_span = lambda *span: told.append(span)
+    began_after: list[int] = []
+    spans.before = lambda: began_after.append(len(told))
     before_s = time.monotonic()
     with spans.span("policy forward"):
+        assert began_after == [0]
         time.sleep(0.01)
     ((name, start_s, end_s),) = told
     assert name == "policy forward"

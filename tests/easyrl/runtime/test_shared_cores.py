@@ -95,6 +95,31 @@ def test_who_computes_has_an_equal_share(file: Path, threads: None) -> None:
         mine.close()
 
 
+def test_a_share_follows_who_ends_in_the_middle_of_a_computation(file: Path, threads: None) -> None:
+    mine, other = SharedCores(file, num_cores=6), Other(file)
+    try:
+
+        def adjusted() -> int:
+            mine.adjust()
+            return torch.get_num_threads()
+
+        other.tell("take")
+        mine.take()
+        assert adjusted() == 3
+        other.tell("rest")
+        assert torch.get_num_threads() == 3 and adjusted() == 6
+        other.tell("take")
+        assert adjusted() == 3
+        with mine.computing(others_begin=True):  # whoever else computes by now
+            other.tell("rest")
+            assert adjusted() == 1
+        torch.set_num_threads(2)
+        assert adjusted() == 2  # it does not compute
+    finally:
+        other.kill()
+        mine.close()
+
+
 def test_everybody_has_a_thread(file: Path, threads: None) -> None:
     other = Other(file)
     try:
