@@ -39,6 +39,14 @@ class Contention:
         self._began = self._now() if num_threads > 1 else None
         return num_threads
 
+    def go_on(self, num_threads: int) -> int:
+        """In the middle of a stretch its threads are to be so many; how many it has then.
+
+        Nothing is learnt from it any more, as another process that shares was there.
+        """
+        self._began = None
+        return 1 if self._pause > 0 else num_threads
+
     def end(self, *, tells: bool = True) -> None:
         """The stretch ends, if there is one.
 

@@ -3,8 +3,8 @@
 Trainer and embedded server take turns for a good part of each step: while one waits, the other has
 its processors. Who computes holds a lock on a byte of a common file, and has an equal share of the
 processors as threads of torch; a server half of them at most, since small decoding steps get slower
-with more. One thread while processes that do not share are in the way (``contention.py``). A lock
-ends with its process, however that ends.
+with more. One thread while processes that do not share are in the way (``contention.py``): the file
+has the time at which one that shares last began. A lock ends with its process, however that ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import os
 import struct
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,7 @@ class SharedCores:
         self._byte = os.getpid()  # another process has another one
         self._computes = False
         self._others: int | None = None  # who computed when this process took; None: not heeded
+        self._last_beginning = b""  # of any process, as it was then
         self._contention = Contention()
 
     @classmethod
@@ -77,20 +79,20 @@ class SharedCores:
         if not self._computes:
             self._lock(fcntl.F_WRLCK)
             self._computes = True
+            os.pwrite(self._file, struct.pack("q", time.monotonic_ns()), 0)
         num_others = self._end_stretch()
         self._others = None if others_begin else num_others
-        share = self._num_cores // (1 + num_others)
-        most = 1 if others_begin else min(share, self._most)
-        num_threads = self._contention.begin(max(1, most))
-        if num_threads != torch.get_num_threads():
-            torch.set_num_threads(num_threads)
+        most = 1 if others_begin else self._share(num_others)
+        _set_threads(self._contention.begin(most))
 
     def adjust(self) -> None:
-        """Between two parts of a computation: takes again if others have begun or ended since."""
+        """Between two parts of a computation: as many threads as others leave it by now."""
         if not self._computes or self._others is None:
             return
-        if self._count_others(0, _END) != self._others:
-            self.take()
+        num_others = self._count_others(0, _END)
+        if num_others != self._others:
+            self._others = num_others
+            _set_threads(self._contention.go_on(self._share(num_others)))
 
     def rest(self) -> None:
         """It does not, until it takes again."""
@@ -102,7 +104,13 @@ class SharedCores:
     @contextmanager
     def computing(self, *, others_begin: bool = False) -> Iterator[None]:
         """Inside, this process computes (``take``)."""
-        self.take(others_begin=others_begin)
+        with self.rests_behind():
+            self.take(others_begin=others_begin)
+            yield
+
+    @contextmanager
+    def rests_behind(self) -> Iterator[None]:
+        """Inside, this process computes at times; behind it, however that ends, it rests."""
         try:
             yield
         finally:
@@ -114,10 +122,17 @@ class SharedCores:
             os.close(self._file)
         self._file, self._computes = None, False
 
+    def _share(self, num_others: int) -> int:
+        """Threads, at least one."""
+        return max(1, min(self._num_cores // (1 + num_others), self._most))
+
     def _end_stretch(self) -> int:
-        """How many others compute; who began in the middle of a stretch is no contention."""
+        """How many others compute. That one of them did in a stretch is no contention."""
+        assert self._file is not None
         num_others = self._count_others(0, _END)
-        self._contention.end(tells=num_others == 0)
+        beginning = os.pread(self._file, 8, 0)
+        self._contention.end(tells=num_others == 0 and beginning == self._last_beginning)
+        self._last_beginning = beginning
         return num_others
 
     def _lock(self, kind: int) -> None:
@@ -141,6 +156,11 @@ class SharedCores:
 def can_share() -> bool:
     """Not where the number of threads is somebody's wish."""
     return SUPPORTED and THREADS_VARIABLE not in os.environ
+
+
+def _set_threads(number: int) -> None:
+    if number != torch.get_num_threads():
+        torch.set_num_threads(number)
 
 
 @contextmanager

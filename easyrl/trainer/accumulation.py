@@ -154,7 +154,7 @@ class Accumulator:
         work = self._micro_batches(groups, totals, outputs, ahead, timer)
         if self.engine.lockstep:
             work = self.collectives.in_lockstep(work, lambda: [self.functions.dummy()])
-        with self.stop.wakes(groups.interrupt):
+        with self.stop.wakes(groups.interrupt), self.cores.rests_behind():
             for rows in work:
                 num_tokens = sum(row.num_tokens for row in rows)
                 self.record("micro_batch_start", num_tokens=num_tokens)
@@ -166,6 +166,7 @@ class Accumulator:
                     totals.num_micro_batches += len(rows)
                     groups.note_trained(num_tokens)
                 self.record("micro_batch_end")
+            self.cores.take()
             with self._training(timer):
                 self._add_metrics(totals, self.engine.finish_backwards)
         if ahead is not None:

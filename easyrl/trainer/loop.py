@@ -351,8 +351,7 @@ class Trainer:
     def _step(self, update: Update) -> None:
         """The late scalar, the clip, the step."""
         timer = DeviceTimer.of(self._engine.device)
-        self.accumulator.cores.take()
-        with self.clock.phase("step"), timer.span():
+        with self.accumulator.cores.computing(), self.clock.phase("step"), timer.span():
             if update.totals.denominator > 0:
                 totals = update.totals
                 update.result = self._engine.optimizer_step(
@@ -362,7 +361,6 @@ class Trainer:
             else:  # every token was masked
                 self._engine.discard_gradients()
         update.optimizer_s = timer.total_s()  # what comes next needs the weights anyway
-        self.accumulator.cores.rest()
 
     def _controls(self) -> Mapping[str, float]:
         """Those of the batch before, unless they are another recipe's."""

@@ -236,7 +236,14 @@ def test_one_thread_beside_foreign_processes_but_not_beside_who_shares(
         assert taken(0.0) == 2
         other.tell("rest")
         assert taken(0.5) == 4
+        other.tell("take")
+        other.tell("rest")  # it has come and gone
+        assert taken(0.5) == 4
         assert taken(0.0) == 1  # nobody shares, and a processor was waited for
+        other.tell("take")
+        other.tell("rest")
+        mine.adjust()
+        assert torch.get_num_threads() == 1
     finally:
         other.kill()
         mine.close()

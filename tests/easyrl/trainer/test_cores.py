@@ -51,13 +51,21 @@ class RecordedEngine(Engine):
         self.events.append("train")
         return super().forward_backward(rows)
 
+    def finish_backwards(self) -> list[MetricSums]:
+        self.events.append("finish")
+        return super().finish_backwards()
 
-@pytest.mark.parametrize("max_tokens", [12, 100])
-def test_taken_for_each_micro_batch_and_lent_for_each_wait(max_tokens: int) -> None:
-    events: list[str] = []
+
+class FailingEngine(RecordedEngine):
+    def forward_backward(self, rows: list[MicroBatch]) -> list[MetricSums]:
+        raise OSError("no memory")
+
+
+def new_accumulator(events: list[str], engine: Engine, max_tokens: int) -> Accumulator:
     stop = StopRequest(60.0)
-    accumulator = Accumulator(
-        engine=cast(Any, RecordedEngine(events)),
+    stop.close()
+    return Accumulator(
+        engine=cast(Any, engine),
         collectives=Collectives(Ranks.data_parallel(0, 1)),
         functions=group_functions(None, run_settings(), max_tokens_per_micro_batch=max_tokens),
         stop=stop,
@@ -67,12 +75,25 @@ def test_taken_for_each_micro_batch_and_lent_for_each_wait(max_tokens: int) -> N
         synchronous=False,
         cores=RecordedCores(events),
     )
+
+
+@pytest.mark.parametrize("max_tokens", [12, 100])
+def test_taken_for_each_micro_batch_and_lent_for_each_wait(max_tokens: int) -> None:
+    events: list[str] = []
+    accumulator = new_accumulator(events, RecordedEngine(events), max_tokens)
     accumulator.accumulate(cast(Any, RecordedDrains(events)))
-    stop.close()
     held = False
     for event in events:
         held = {"take": True, "rest": False}.get(event, held)
-        assert event not in ("wait", "train") or held == (event == "train"), events
+        assert event in ("take", "rest") or held == (event != "wait"), events
     assert events.count("wait") == 3
     assert events.count("train") == (3 if max_tokens == 12 else 2)
     assert not held  # the producer's turn, and the weight sync's
+
+
+def test_lent_where_training_fails() -> None:
+    events: list[str] = []
+    accumulator = new_accumulator(events, FailingEngine(events), 100)
+    with pytest.raises(OSError, match="no memory"):
+        accumulator.accumulate(cast(Any, RecordedDrains(events)))
+    assert "take" in events and events[-1] == "rest"
