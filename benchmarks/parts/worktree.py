@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+BASE = "0561e01"  # before the work on speed from end to end: what its benchmarks compare with
 
 
 class NoCheckout(Exception):  # noqa: N818 (said to the user as it is)
