@@ -22,16 +22,34 @@ from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 class Work:
     """What both sides are asked for."""
 
-    num_groups: int
+    prompts: tuple[int, ...]  # tokens of each group's
     group_size: int
-    prompt: int  # tokens
     response: int  # tokens
     seed: int
 
-    def prompts(self) -> np.ndarray:
-        """Digits, int64 [groups, prompt]; each seed has its own, so that none is known."""
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self.group_size
+
+    def token_ids(self) -> list[np.ndarray]:
+        """Digits, int64 [prompt] by group; each seed has its own, so that none is known."""
         rng = np.random.default_rng(self.seed)
-        return rng.integers(8, 18, (self.num_groups, self.prompt))
+        return [rng.integers(8, 18, num_tokens) for num_tokens in self.prompts]
+
+    def padded(self) -> tuple[np.ndarray, np.ndarray]:
+        """All prompts as one batch, shorter ones padded on the left, and the mask of their tokens.
+
+        Both int64 [groups, longest prompt].
+        """
+        longest = max(self.prompts)
+        batch = np.zeros((len(self.prompts), longest), dtype=np.int64)
+        mask = np.zeros_like(batch)
+        for row, (tokens, num_tokens) in enumerate(
+            zip(self.token_ids(), self.prompts, strict=True)
+        ):
+            batch[row, longest - num_tokens :] = tokens
+            mask[row, longest - num_tokens :] = 1
+        return batch, mask
 
 
 @dataclass(frozen=True)
@@ -63,7 +81,7 @@ class Server:
             orjson.dumps(
                 {"token_ids": prompt.tolist(), "sampling_params": {**settings, "seed": number}}
             )
-            for number, prompt in enumerate(work.prompts())
+            for number, prompt in enumerate(work.token_ids())
         ]
         url = f"{self._process.url}/inference/v1/generate"
         connector = aiohttp.TCPConnector(limit=0)
@@ -105,20 +123,22 @@ class Generate:
         if num_threads != self._num_threads:
             torch.set_num_threads(num_threads)
             self._num_threads = num_threads
-            self.run(Work(1, 2, 2, 4, seed=0), num_threads)  # wakes the threads
-        input_ids = torch.from_numpy(work.prompts()).repeat_interleave(work.group_size, 0)
+            self.run(Work((2,), 2, 4, seed=0), num_threads)  # wakes the threads
+        input_ids, mask = (
+            torch.from_numpy(each).repeat_interleave(work.group_size, 0) for each in work.padded()
+        )
         torch.manual_seed(work.seed)
         start_s = time.perf_counter()
         output = self._model.generate(
             input_ids,
-            attention_mask=torch.ones_like(input_ids),
+            attention_mask=mask,
             do_sample=True,
             top_k=0,  # all, as the server; by default 50
             min_new_tokens=work.response,
             max_new_tokens=work.response,
         )
         seconds = time.perf_counter() - start_s
-        assert output.shape[1] == work.prompt + work.response
+        assert output.shape[1] == max(work.prompts) + work.response
         return seconds
 
     @torch.inference_mode()
@@ -126,12 +146,15 @@ class Generate:
         """Seconds of the model's forward passes alone, one thread; the fastest of five."""
         torch.set_num_threads(1)
         self._num_threads = 1
-        prompts = torch.from_numpy(work.prompts())
-        newest = prompts[:, :1].repeat_interleave(work.group_size, 0)
-        prefill_s = 0.0
-        if work.prompt > 1:
-            prefill_s = work.num_groups * _fastest_s(lambda: self._model.base_model(prompts[:1]))
-        return prefill_s + work.response * _fastest_s(lambda: self._model(newest, use_cache=False))
+        by_length = {len(prompt): torch.from_numpy(prompt[None]) for prompt in work.token_ids()}
+        prefill_s = {
+            num_tokens: _fastest_s(lambda prompt=prompt: self._model.base_model(prompt))  # type: ignore[misc]
+            for num_tokens, prompt in by_length.items()
+            if num_tokens > 1
+        }
+        newest = next(iter(by_length.values()))[:, :1].repeat_interleave(work.num_sequences, 0)
+        step_s = _fastest_s(lambda: self._model(newest, use_cache=False))
+        return sum(prefill_s.get(n, 0.0) for n in work.prompts) + work.response * step_s
 
 
 def _fastest_s(run: Callable[[], object]) -> float:
