@@ -183,8 +183,8 @@ def test_a_steps_seconds_are_from_served_weights_to_served_weights(tmp_path: Pat
     spans = {"wait": 0.5, "train": 1.0, "look_ahead": 0.0, "optimizer": 0.1, "sync": 0.2}
     metrics = {f"time/{name}_s": value for name, value in spans.items()}
     metrics |= {"time/inference_idle_s": 2.0, "reward/mean": 0.4, "response/mean_tokens": 17.0}
-    first_s = {"time/phase_settle_s": 0.3, "time/phase_wait_s": 0.5}
-    second_s = {"time/phase_settle_s": 0.4, "time/phase_save_s": 0.2}
+    first_s = {"time/phase_settle_s": 0.3, "time/phase_wait_s": 0.625}
+    second_s = {"time/phase_settle_s": 0.4, "time/phase_save_s": 0.2, "time/phase_wait_s": 0.5}
     lines = [{"step": 0, "time/sync_s": 9.0, "time/phase_other_s": 9.0}]
     lines += [{"step": 1, **metrics, **first_s}, {"step": 2, **metrics, **second_s}]
     (tmp_path / ours.METRICS_FILE).write_bytes(
@@ -199,8 +199,8 @@ def test_a_steps_seconds_are_from_served_weights_to_served_weights(tmp_path: Pat
         for step in (first, second)
     ]  # of the rest only, the same of all steps
     assert phases == [
-        {"phase settle": 0.3, "phase save": 0.0},
-        {"phase settle": 0.4, "phase save": 0.2},
+        {"phase settle": 0.3, "phase save": 0.0, "phase wait beyond": 0.125},
+        {"phase settle": 0.4, "phase save": 0.2, "phase wait beyond": 0.0},
     ]
     assert (first.reward, first.response_tokens) == (0.4, 17.0)
 

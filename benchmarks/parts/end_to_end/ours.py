@@ -29,10 +29,16 @@ SPANS = {  # of a step's metrics
     "optimizer": "time/optimizer_s",
     "sync": "time/sync_s",
 }
-# Phases of the trainer's thread (docs/architecture.md) that the span "rest" is made of: all but
-# those of the other spans.
+# Phases of the trainer's thread (docs/architecture.md), of which the span "rest" is made. Those of
+# the other spans are longer than these: what is beyond them is rest as well.
 PHASE_METRIC = "time/phase_"
-OTHER_SPANS_PHASES = ("wait", "train", "look_ahead", "step", "sync")
+SPAN_OF_PHASE = {
+    "wait": "wait",
+    "train": "train",
+    "look_ahead": "look ahead",
+    "step": "optimizer",
+    "sync": "sync",
+}
 IDLE, SERVER_BUSY = "time/inference_idle_s", "server busy"
 TRAINED_MODEL = "model"  # in a run's folder
 EVENTS_FILE, METRICS_FILE = "events-rank0.jsonl", "metrics.jsonl"
@@ -129,7 +135,6 @@ def read_steps(
     metrics = [m for m in read_metrics(run_dir / METRICS_FILE) if SPANS["train"] in m]
     assert len(ends) == len(metrics) + 1, "a push before the first step, and one behind each"
     phases = {key for line in metrics for key in line if key.startswith(PHASE_METRIC)}
-    phases -= {f"{PHASE_METRIC}{name}_s" for name in OTHER_SPANS_PHASES}
     metrics = [{**dict.fromkeys(sorted(phases), 0.0), **line} for line in metrics]
     return [
         _step(end - start, line, processor_s(start, end))
@@ -140,12 +145,13 @@ def read_steps(
 def _step(seconds: float, metrics: Mapping[str, float], processor_s: Mapping[str, float]) -> Step:
     spans = {name: metrics[key] for name, key in SPANS.items()}
     spans["rest"] = seconds - sum(spans.values())
-    spans |= {
-        PHASE + key.removeprefix(PHASE_METRIC).removesuffix("_s"): value
-        for key, value in metrics.items()
-        if key.startswith(PHASE_METRIC)
-        and key.removeprefix(PHASE_METRIC).removesuffix("_s") not in OTHER_SPANS_PHASES
-    }
+    for key, value in metrics.items():
+        if key.startswith(PHASE_METRIC):
+            name = key.removeprefix(PHASE_METRIC).removesuffix("_s")
+            if name in SPAN_OF_PHASE:
+                spans[f"{PHASE}{name} beyond"] = value - spans[SPAN_OF_PHASE[name]]
+            else:
+                spans[PHASE + name] = value
     spans[SERVER_BUSY] = seconds - metrics[IDLE]
     return Step(
         seconds=seconds,
