@@ -10,8 +10,9 @@ whole vocabulary, so that both sides do the same work. No prompt comes twice, in
 *Ours* is ``easyrl serve`` with one torch thread, asked over HTTP (``/inference/v1/generate``, a
 request per group), from the first request to the last response. *generate* gets all sequences as
 one batch in this process, with the faster one of one and two threads (both are tried in the first
-repeat); shorter prompts are padded on the left. A prompt of 0 is a single token: something has to
-be decoded from. The server has a place for each sequence of the largest row of groups, so that of
+repeat); of mixed lengths a batch for each, one behind the other, as padding 60 prompts to 1,024
+tokens costs several times as much. A prompt of 0 is a single token: something has to be decoded
+from. The server has a place for each sequence of the largest row of groups, so that of
 the 512 of mixed lengths half wait. The sides take turns; seconds are medians over the repeats, of
 which rows that take long get fewer.
 

@@ -74,12 +74,10 @@ def test_rows_are_the_grid_one_without_groups_and_mixed_lengths() -> None:
     assert mixed.count(32) == 60 and [n for n in range(64) if mixed[n] == 1024] == [0, 16, 32, 48]
 
 
-def test_shorter_prompts_are_padded_on_the_left() -> None:
-    work = Work((3, 1, 2), 8, 4, seed=5)
-    batch, mask = work.padded()
-    assert mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
-    rows = [row[kept == 1].tolist() for row, kept in zip(batch, mask, strict=True)]
-    assert rows == [tokens.tolist() for tokens in work.token_ids()]
+def test_generate_gets_a_batch_for_each_length() -> None:
+    work = Work((3, 1, 3), 8, 4, seed=5)
+    first, second, third = (tokens.tolist() for tokens in work.token_ids())
+    assert [batch.tolist() for batch in work.batches()] == [[second], [first, third]]
 
 
 def test_generate_samples_from_the_whole_vocabulary(

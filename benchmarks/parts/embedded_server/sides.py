@@ -36,20 +36,13 @@ class Work:
         rng = np.random.default_rng(self.seed)
         return [rng.integers(8, 18, num_tokens) for num_tokens in self.prompts]
 
-    def padded(self) -> tuple[np.ndarray, np.ndarray]:
-        """All prompts as one batch, shorter ones padded on the left, and the mask of their tokens.
-
-        Both int64 [groups, longest prompt].
-        """
-        longest = max(self.prompts)
-        batch = np.zeros((len(self.prompts), longest), dtype=np.int64)
-        mask = np.zeros_like(batch)
-        for row, (tokens, num_tokens) in enumerate(
-            zip(self.token_ids(), self.prompts, strict=True)
-        ):
-            batch[row, longest - num_tokens :] = tokens
-            mask[row, longest - num_tokens :] = 1
-        return batch, mask
+    def batches(self) -> list[np.ndarray]:
+        """The prompts by length, int64 [groups, prompt] each."""
+        prompts = self.token_ids()
+        return [
+            np.stack([prompt for prompt in prompts if len(prompt) == num_tokens])
+            for num_tokens in sorted(set(self.prompts))
+        ]
 
 
 @dataclass(frozen=True)
@@ -124,21 +117,23 @@ class Generate:
             torch.set_num_threads(num_threads)
             self._num_threads = num_threads
             self.run(Work((2,), 2, 4, seed=0), num_threads)  # wakes the threads
-        input_ids, mask = (
-            torch.from_numpy(each).repeat_interleave(work.group_size, 0) for each in work.padded()
-        )
         torch.manual_seed(work.seed)
+        return sum(self._generate(torch.from_numpy(batch), work) for batch in work.batches())
+
+    def _generate(self, prompts: torch.Tensor, work: Work) -> float:
+        """Seconds of one batch; ``prompts`` int64 [groups, prompt]."""
+        input_ids = prompts.repeat_interleave(work.group_size, 0)
         start_s = time.perf_counter()
         output = self._model.generate(
             input_ids,
-            attention_mask=mask,
+            attention_mask=torch.ones_like(input_ids),
             do_sample=True,
             top_k=0,  # all, as the server; by default 50
             min_new_tokens=work.response,
             max_new_tokens=work.response,
         )
         seconds = time.perf_counter() - start_s
-        assert output.shape[1] == max(work.prompts) + work.response
+        assert output.shape[1] == prompts.shape[1] + work.response
         return seconds
 
     @torch.inference_mode()
