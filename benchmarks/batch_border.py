@@ -8,7 +8,9 @@ model whose fp32 weights take 0.5 GB, with a checkpoint every step. The server h
 trainer another. Each run's functions are timed by a wrapper around them; printed is when each
 begins, counted from the end of the last micro-batch, and how long it takes (medians over all
 borders of all repeats). The *critical path* is the time until the first request of the next batch
-is sent, without the optimizer's own step (clip and Adam). The last line printed is one JSON object.
+is sent, without the optimizer's own step (clip and Adam). *Responses* is the same until a response
+may be handed out: where the canary runs beside the first requests, they wait for it. A function
+that neither checkout has any more is an error. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.parts.batch_border.borders import Border, read_borders, rows
 from benchmarks.parts.random_model import write_prompts, write_random_model
@@ -34,12 +38,11 @@ from benchmarks.parts.same_as_before.side import (
     tail,
     wait_until_healthy,
 )
-from benchmarks.parts.worktree import ROOT, worktree
+from benchmarks.parts.worktree import BASE, ROOT, worktree
 from easyrl.demo.build_model import build_model
 from easyrl.demo.task import write_splits
 from easyrl.runtime.machine import pin_process, usable_cpus
 
-BASE = "ab1e557"
 TRACED_TRAINER = Path(__file__).resolve().with_name("parts") / "batch_border" / "traced_trainer.py"
 LARGE_LAYERS, LARGE_HIDDEN = 9, 1088  # 0.5 GB in fp32
 RUN_TIMEOUT_S = 1800.0
@@ -114,34 +117,64 @@ def measure(
 ) -> dict[str, float | dict[str, float]]:
     """Both sides in turn, ``repeats`` times; medians in milliseconds."""
     borders: defaultdict[str, list[Border]] = defaultdict(list)
+    missing: dict[str, list[str]] = {}
     for repeat in range(repeats):
         order = list(sides.items())
         for name, checkout in order if repeat % 2 == 0 else reversed(order):
             run_dir = folder / f"{case.name}-{name}-{repeat}"
             run_dir.mkdir()
-            found = run_once(case, checkout, run_dir)
+            found, missing[name] = run_once(case, checkout, run_dir)
             borders[name] += found
             paths = ", ".join(f"{1e3 * border.rest:.0f}" for border in found)
-            print(f"{case.name}, {name}: critical path {paths} ms", flush=True)
+            waits = ", ".join(f"{1e3 * border.to_responses:.0f}" for border in found)
+            print(
+                f"{case.name}, {name}: critical path {paths} ms, responses {waits} ms", flush=True
+            )
+        refuse_unknown(missing)
     for name in sides:
+        if missing[name]:
+            print(f"{case.name}, {name} does not have {', '.join(missing[name])}")
         print(f"\n{case.name}, {name}: begins, takes (ms)")
         for row in rows(borders[name]):
             print(f"  {1e3 * row.start:8.1f} {1e3 * row.seconds:8.1f}  {row.name} [{row.thread}]")
-        whole, step, rest = _medians(borders[name])
-        print(f"  first request after {whole:.1f}, of it clip and Adam {step:.1f}: {rest:.1f} ms\n")
+        found_ms = _medians(borders[name])
+        print(
+            f"  first request after {found_ms.whole:.1f}, of it clip and Adam {found_ms.step:.1f}: "
+            f"{found_ms.rest:.1f} ms; responses {found_ms.to_responses:.1f} ms\n"
+        )
     before, after = (_medians(borders[name]) for name in ("before", "after"))
-    ratio = after[2] / before[2]
-    print(f"{case.name}: critical path {before[2]:.1f} -> {after[2]:.1f} ms, {ratio:.2f} of it\n")
+    ratio = after.rest / before.rest
+    print(
+        f"{case.name}: critical path {before.rest:.1f} -> {after.rest:.1f} ms, {ratio:.2f} of it; "
+        f"responses {before.to_responses:.1f} -> {after.to_responses:.1f} ms\n"
+    )
     return {
-        "before_ms": round(before[2], 2),
-        "after_ms": round(after[2], 2),
+        "before_ms": round(before.rest, 2),
+        "after_ms": round(after.rest, 2),
         "ratio": round(ratio, 3),
-        "clip_and_adam_ms": {"before": round(before[1], 2), "after": round(after[1], 2)},
+        "responses_ms": {
+            "before": round(before.to_responses, 2),
+            "after": round(after.to_responses, 2),
+        },
+        "clip_and_adam_ms": {"before": round(before.step, 2), "after": round(after.step, 2)},
     }
 
 
-def run_once(case: Case, checkout: Path, run_dir: Path) -> list[Border]:
-    """The borders of one run with the code of ``checkout``. Raises ``Failed``."""
+def refuse_unknown(missing: Mapping[str, Sequence[str]]) -> None:
+    """Raises ``Failed`` for functions that no side has: the list would not be whole."""
+    of_all = set.intersection(*map(set, missing.values()))
+    if of_all:
+        raise Failed(
+            f"neither checkout has {', '.join(sorted(of_all))}: renamed? "
+            f"Correct TRACED in {TRACED_TRAINER.name}"
+        )
+
+
+def run_once(case: Case, checkout: Path, run_dir: Path) -> tuple[list[Border], list[str]]:
+    """The borders of one run with the code of ``checkout``, and what it has no function for.
+
+    Raises ``Failed``.
+    """
     spans, log = run_dir / "spans.jsonl", run_dir / "trainer.log"
     side = Side(run_dir.name, checkout, present_form, run_dir)
     side.check()
@@ -164,16 +197,21 @@ def run_once(case: Case, checkout: Path, run_dir: Path) -> list[Border]:
             pin_process(trainer.pid, cpus[:1])
             if status := trainer.wait(RUN_TIMEOUT_S):
                 raise Failed(f"{run_dir.name}: exit status {status}\n{tail(log)}")
-    return read_borders(spans)
+    return read_borders(spans), json.loads(spans.with_suffix(".missing.json").read_text())
 
 
-def _medians(borders: list[Border]) -> tuple[float, float, float]:
-    """Whole, step and rest in milliseconds."""
-    return (
-        1e3 * statistics.median(b.whole for b in borders),
-        1e3 * statistics.median(b.step for b in borders),
-        1e3 * statistics.median(b.rest for b in borders),
-    )
+class Medians(NamedTuple):
+    """Of borders, in milliseconds."""
+
+    whole: float
+    step: float
+    rest: float
+    to_responses: float
+
+
+def _medians(borders: list[Border]) -> Medians:
+    found = ([getattr(border, name) for border in borders] for name in Medians._fields)
+    return Medians(*(1e3 * statistics.median(values) for values in found))
 
 
 def _parse() -> argparse.Namespace:

@@ -9,7 +9,9 @@ the rest of each batch. In *fits* that idle time suffices for the evaluation, in
 not. A batch's time is that between the first request of it and of the next; added is what the
 batches with an evaluation take longer than those without (medians of all repeats). The bound is
 what no schedule can beat: the evaluation alone, as the base shows it, less the inference's idle
-time in a batch without one. The last line printed is one JSON object.
+time in a batch without one. The last line printed is one JSON object. Its verdicts, null where
+they ask for nothing: ``within_allowed``, added is at most 1.15 of the bound (``allowed_s``), where
+the idle time does not suffice; ``within_before``, it is at most 0.2 of before, where it does.
 
 With ``--shares`` the endpoint is an embedded server that computes, with one thread, and lengths are
 those of a random model's end tokens. The present code alone is run, with each of these shares of
@@ -35,17 +37,17 @@ from benchmarks.parts.overlap.endpoint import SleepingEndpoint
 from benchmarks.parts.random_model import write_prompts, write_random_model
 from benchmarks.parts.same_as_before.settings import present_form
 from benchmarks.parts.same_as_before.side import Failed, Side, tail
-from benchmarks.parts.worktree import ROOT, worktree
+from benchmarks.parts.worktree import BASE, ROOT, worktree
 from easyrl.demo.build_model import build_tokenizer
 from easyrl.metrics.event_log import read_events
 from easyrl.metrics.trackers import read_metrics
 
-BASE = "ab1e557"
 CONFIG = ROOT / "benchmarks" / "overlap.yaml"
 BATCH, NUM_GENERATIONS, PROMPT_TOKENS = 8, 8, 32
 SECONDS_PER_TOKEN, MAX_INFLIGHT = 5e-3, 32
 NUM_PROMPTS = {"fits": 32, "exceeds": 1024}  # held out
 EVERY = 2  # steps
+OF_BOUND, OF_BEFORE = 1.15, 0.2  # that an evaluation may add
 RUN_TIMEOUT_S = 1800.0
 SERVED_BATCH, SERVED_PROMPTS = 16, 128  # with ``--shares``; held-out prompts
 TRAIN_WITH_SHARE = (
@@ -162,7 +164,7 @@ def measure(
     folder: Path,
     endpoint: SleepingEndpoint,
     arguments: argparse.Namespace,
-) -> dict[str, float | str]:
+) -> dict[str, float | str | bool | None]:
     """Both sides in turn; seconds."""
     num_batches = 6 if arguments.quick else 12
     found: defaultdict[str, Batches] = defaultdict(lambda: Batches([], [], []))
@@ -175,16 +177,29 @@ def measure(
             print(f"{case}, {name}: an evaluation adds {batches.added:.2f} s", flush=True)
     alone, idle = found["before"].added, statistics.median(found["now"].idle)
     bound = max(0.0, alone - idle)
-    row: dict[str, float | str] = {
+    row: dict[str, float | str | bool | None] = {
         "workload": case,
         "before_s": round(alone, 3),
         "added_s": round(found["now"].added, 3),
         "idle_s": round(idle, 3),
         "bound_s": round(bound, 3),
         "of_before": round(found["now"].added / alone, 3),
+        **verdicts(found["now"].added, alone, bound),
     }
     print("  " + "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     return row
+
+
+def verdicts(added_s: float, before_s: float, bound_s: float) -> dict[str, float | bool | None]:
+    """Whether an evaluation adds no more than it may; None: not asked where idle time suffices, or
+    where it does not."""
+    allowed_s = OF_BOUND * bound_s
+    suffices = bound_s == 0
+    return {
+        "allowed_s": round(allowed_s, 3),
+        "within_allowed": None if suffices else added_s <= allowed_s,
+        "within_before": added_s <= OF_BEFORE * before_s if suffices else None,
+    }
 
 
 def run_once(

@@ -9,8 +9,8 @@ run; the fetcher; the reward worker; the server without its decoding. Twice: wit
 flight at once, so that it leaves together, and with a quarter of that (``inference.max_inflight``),
 where a sample leaves when another has made room. The last line printed is one JSON object.
 
-``--base REV`` measures another revision, checked out beside, too: ``--pairs`` runs of each in
-turns, medians, the ratio base over now. About 40 s a run of both.
+``--base`` measures an earlier revision, checked out beside, too: ``--pairs`` runs of each in turns,
+medians, the ratio base over now. About 40 s a run of both.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.parts.random_model import write_random_model
-from benchmarks.parts.worktree import worktree
+from benchmarks.parts.worktree import BASE, ROOT, worktree
 
-ROOT = Path(__file__).resolve().parents[1]
 PARTS = Path("benchmarks/parts/response_cost")
 EXPECTED_MS = 0.4  # with all in flight at once
 Costs = dict[str, list[dict[str, float]]]  # of each run, by side
@@ -63,7 +62,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=32, help="of a batch")
     parser.add_argument("--samples", type=int, default=8, help="per group")
     parser.add_argument("--batches", type=int, default=12, help="counted, after two that are not")
-    parser.add_argument("--base", metavar="REV", help="this revision too")
+    parser.add_argument(
+        "--base", nargs="?", const=BASE, metavar="REV", help=f"this too; without REV {BASE}"
+    )
     parser.add_argument("--pairs", type=int, default=3, help="of runs")
     return parser.parse_args()
 

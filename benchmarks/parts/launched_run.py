@@ -50,12 +50,18 @@ def start_servers(
 
 
 def start_trainer(
-    config: str, overrides: Sequence[str], log: Path, *, num_ranks: int = 1, **environment: str
+    config: str,
+    overrides: Sequence[str],
+    log: Path,
+    *,
+    num_ranks: int = 1,
+    folder: Path | None = None,
+    **environment: str,
 ) -> subprocess.Popen[bytes]:
     """The launcher's process, in a session of its own; what is printed goes behind ``log``'s end.
 
     A thread per rank, on the CPU. ``num_ranks`` 0: one rank without the launcher, so that the exit
-    status is the trainer's own.
+    status is the trainer's own. ``folder``: where it is started, default this one.
     """
     bin_folder = Path(sys.executable).parent
     launcher = [
@@ -74,5 +80,5 @@ def start_trainer(
     }
     with log.open("ab") as file:
         return subprocess.Popen(
-            command, env=everything, stdout=file, stderr=file, start_new_session=True
+            command, env=everything, stdout=file, stderr=file, start_new_session=True, cwd=folder
         )

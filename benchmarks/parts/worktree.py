@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+BASE = "0561e01"  # before the work on speed from end to end: what its benchmarks compare with
+
+
+def imported_first(checkout: Path) -> dict[str, str]:
+    """The environment in which processes, started in ``checkout``, import its code."""
+    inherited = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join(filter(None, (str(checkout), inherited)))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 class NoCheckout(Exception):  # noqa: N818 (said to the user as it is)

@@ -42,17 +42,42 @@ class AskedGenerate(Generate):
 def test_no_prompt_comes_twice_and_both_sides_get_the_same() -> None:
     server, generate = AskedServer(), AskedGenerate()
     arguments = argparse.Namespace(repeats=3, response=8)
-    sizes = [(16, 128, 8), (32, 128, 8), (8, 128, 1)]
+    lengths = [((128,) * 2, 8), ((128,) * 4, 8), ((128,) * 8, 1), ((64, 32, 32), 8)]
+    cases = [embedded_server.Case(*each, prompt="some") for each in lengths]
     rows = [
-        embedded_server.measure(server, generate, number, *size, arguments)
-        for number, size in enumerate(sizes, 1)
+        embedded_server.measure(server, generate, number, case, arguments)
+        for number, case in enumerate(cases, 1)
     ]
-    assert [(row["sequences"], row["prompt"], row["samples"]) for row in rows] == sizes
-    assert [row["ratio"] for row in rows] == [2.0] * 3
-    prompts = [tuple(prompt) for work in server.asked for prompt in work.prompts()]
-    assert len(prompts) == 3 * (2 + 4 + 8) == len(set(prompts))
+    assert [(row["sequences"], row["samples"]) for row in rows] == [
+        (16, 8),
+        (32, 8),
+        (8, 1),
+        (24, 8),
+    ]
+    assert [row["ratio"] for row in rows] == [2.0] * 4
+    assert list(rows[0])[:5] == ["sequences", "prompt", "ours", "generate", "ratio"]
+    prompts = [tuple(prompt) for work in server.asked for prompt in work.token_ids()]
+    assert len(prompts) == 3 * (2 + 4 + 8 + 3) == len(set(prompts))
     assert set(server.asked) == set(generate.asked)
-    assert all(work.num_groups * work.group_size in (16, 32, 8) for work in server.asked)
+
+
+def test_rows_are_the_grid_one_without_groups_and_mixed_lengths() -> None:
+    found = embedded_server.cases([8, 64], [0, 1024])
+    told = [(case.num_sequences, case.prompt, case.num_samples) for case in found]
+    words = "60 of 32, 4 of 1024"
+    assert told == [
+        *((8, 0, 8), (64, 0, 8), (8, 1024, 8), (64, 1024, 8)),
+        *((64, 128, 1), (64, words, 1), (512, words, 8)),
+    ]
+    assert found[0].prompts == (1,)  # something has to be decoded from
+    mixed = found[-1].prompts
+    assert mixed.count(32) == 60 and [n for n in range(64) if mixed[n] == 1024] == [0, 16, 32, 48]
+
+
+def test_generate_gets_a_batch_for_each_length() -> None:
+    work = Work((3, 1, 3), 8, 4, seed=5)
+    first, second, third = (tokens.tolist() for tokens in work.token_ids())
+    assert [batch.tolist() for batch in work.batches()] == [[second], [first, third]]
 
 
 def test_generate_samples_from_the_whole_vocabulary(
@@ -70,6 +95,6 @@ def test_generate_samples_from_the_whole_vocabulary(
         return sampled[-1]
 
     monkeypatch.setattr(model, "generate", kept)
-    side.run(Work(1, 256, 1, 1, seed=1), num_threads=torch.get_num_threads())
+    side.run(Work((1,), 256, 1, seed=1), num_threads=torch.get_num_threads())
     tokens = np.unique(sampled[-1][:, 1:].numpy())
     assert len(tokens) > 50

@@ -11,6 +11,7 @@ import aiohttp
 import orjson
 import pytest
 
+from benchmarks.overlap import BEFORE, NOW, compared, of_before_keys
 from benchmarks.parts.overlap.balance import MAX_MEASUREMENTS, balance
 from benchmarks.parts.overlap.endpoint import SleepingEndpoint
 from benchmarks.parts.overlap.runs import OneRank, TwoRanks, Workload
@@ -111,6 +112,21 @@ def test_the_bound_is_the_longer_phase_with_sync_and_step() -> None:
     assert figures["efficiency"] == pytest.approx(24 / 26)
     assert figures["own_efficiency"] == pytest.approx(22 / 26)
     assert (figures["generation_s"], figures["training_s"]) == (20, 14)
+
+
+def test_an_earlier_revision_is_compared_by_medians() -> None:
+    def rows(*seconds: float) -> list[dict[str, float]]:
+        keys = ("sync_s", "async_s", "async_over_sync", "efficiency", "bound_s")
+        return [dict.fromkeys(keys, s) for s in seconds]
+
+    alone = compared({NOW: rows(2.0, 3.0, 9.0)})
+    assert alone["async_s"] == 3.0 and of_before_keys(alone) == []
+    both = compared({NOW: rows(2.0, 3.0, 9.0), BEFORE: rows(4.0, 5.0, 1.0)})
+    assert (both["async_s"], both["before_async_s"], both["async_of_before"]) == (3.0, 4.0, 0.75)
+    assert set(of_before_keys(both)) == {
+        *("before_sync_s", "before_async_s", "before_async_over_sync", "before_efficiency"),
+        *("sync_of_before", "async_of_before"),
+    }
 
 
 # ---- the endpoint --------------------------------------------------------------------------------

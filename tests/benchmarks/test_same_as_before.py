@@ -17,6 +17,7 @@ from benchmarks.parts.same_as_before.settings import (
     Inputs,
     Setting,
     base_form,
+    form_of,
     present_form,
     select,
 )
@@ -28,6 +29,7 @@ from benchmarks.parts.same_as_before.tensors import (
     relative_difference,
     unchanged,
 )
+from benchmarks.parts.worktree import ROOT
 from easyrl.config.file import validate_config
 
 
@@ -149,6 +151,13 @@ def test_the_base_keeps_its_form(tmp_path: Path) -> None:
     form = base_form(SETTINGS[0], inputs, tmp_path)
     assert form["objective"]["kl_coef"] > 0  # a reference model is there
     assert form["run"]["determinism"] == "strict"
+
+
+def test_a_checkout_is_told_its_own_form(tmp_path: Path) -> None:
+    assert form_of(tmp_path) is base_form  # as commit e7cfbd6
+    (tmp_path / "easyrl" / "recipes").mkdir(parents=True)
+    assert form_of(tmp_path) is present_form
+    assert form_of(ROOT) is present_form
 
 
 def test_rewards_differ_and_are_the_same_each_time() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-STEP = "clip and Adam"
+STEP, SETTLE = "clip and Adam", "settle: canary passed"
 POINTS = ("request", "accumulate", "micro-batch")
 
 
@@ -27,12 +27,18 @@ class Border:
 
     whole: float
     step: float  # of it clip and Adam
+    handed_out: float  # until responses are: they wait for the canary, where it runs beside them
     spans: tuple[Span, ...]  # their times count from its beginning
 
     @property
     def rest(self) -> float:
         """The critical path without clip and Adam."""
         return self.whole - self.step
+
+    @property
+    def to_responses(self) -> float:
+        """Until responses may be handed out, without clip and Adam: what the batch waits for."""
+        return self.handed_out - self.step
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,9 @@ def read_borders(path: Path) -> list[Border]:
         request = next((s for s in spans[number:] if s.name == "request"), None)
         if request is None:
             continue
+        following = next((n for n in steps if n > number), len(spans))
+        settled = (s.end for s in spans[number:following] if s.name == SETTLE)
+        handed_out = max(request.start, next(settled, request.start))
         inside = tuple(
             Span(s.name, s.start - start, s.end - start, s.thread)
             for s in spans
@@ -69,7 +78,7 @@ def read_borders(path: Path) -> list[Border]:
             if s.name not in POINTS
         )
         step = sum(s.end - s.start for s in inside if s.name == STEP and s.start < request.start)
-        borders.append(Border(request.start - start, step, inside))
+        borders.append(Border(request.start - start, step, handed_out - start, inside))
     return borders[1:]
 
 

@@ -2,7 +2,8 @@
 
 ``python traced_trainer.py SPANS.jsonl CONFIG [key=value …]`` runs ``easyrl.train`` with the
 functions of ``TRACED`` wrapped, as far as that checkout has them, and appends one JSON object per
-call. Nothing of this checkout is imported, so that an earlier commit can be run by it.
+call. What it does not have goes to ``SPANS.missing.json``. Nothing of this checkout is imported, so
+that an earlier commit can be run by it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# module:qualified name of the function → what the report calls it
+# module:qualified name of the function → what the report calls it. One checkout may have what the
+# other does not; what neither has is an error of ``benchmarks.batch_border``.
 TRACED = {
     "easyrl.engines.deepspeed.engine:DeepSpeedEngine.forward_backward": "micro-batch",
     "easyrl.engines.deepspeed.engine:DeepSpeedEngine.optimizer_step": "clip and Adam",
@@ -27,6 +28,7 @@ TRACED = {
     "easyrl.trainer.loop:Trainer._check": "account, check",
     "easyrl.ledger.journal.rollouts:JournalledRollouts.sync": "journal fsync",
     "easyrl.ledger.ledger:Ledger.close_batch": "certificate fsync",
+    "easyrl.trainer.loop:Trainer._certify": "journals, account, certificate",
     "easyrl.trainer.loop:batch_metrics": "batch metrics",
     "easyrl.trainer.loop:Trainer._close": "batch counts: progress, events",
     "easyrl.trainer.loop:Trainer._count": "batch counts: progress, events",
@@ -40,6 +42,8 @@ TRACED = {
     "easyrl.weight_sync.confirm:ConfirmedEndpoints.confirm": "confirm",
     "easyrl.weight_sync.store:WeightStore.discard": "remove old weights",
     "easyrl.weight_sync.publish:WeightSync.publish": "publish, all",
+    "easyrl.weight_sync.publish:WeightSync.settle": "settle: canary passed",
+    "easyrl.trainer.loop:Trainer._begin_evaluation": "begin evaluation",
     "easyrl.metrics.reporter:StepReporter.report": "report",
     "easyrl.ledger.ledger:Ledger.save_if_due": "checkpoint copy",
     "easyrl.ledger.journal.rollouts:JournalledRollouts.begin": "prompts, dispatch",
@@ -82,20 +86,25 @@ class Spans:
         return called
 
 
-def trace(spans: Spans) -> None:
-    """Wraps what there is of ``TRACED``."""
+def trace(spans: Spans) -> list[str]:
+    """Wraps what there is of ``TRACED``; returns what there is not."""
+    missing = []
     for place, name in TRACED.items():
         module_name, _, qualified = place.partition(":")
         *owners, last = qualified.split(".")
-        with suppress(ImportError, AttributeError):
+        try:
             owner: Any = importlib.import_module(module_name)
             for part in owners:
                 owner = getattr(owner, part)
             setattr(owner, last, spans.around(name, getattr(owner, last)))
+        except (ImportError, AttributeError):
+            missing.append(place)
+    return missing
 
 
 def main() -> int:
-    trace(Spans(Path(sys.argv[1])))
+    path = Path(sys.argv[1])
+    path.with_suffix(".missing.json").write_text(json.dumps(trace(Spans(path))))
     from easyrl.train import main as train
 
     return train(sys.argv[2:])

@@ -22,16 +22,27 @@ from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 class Work:
     """What both sides are asked for."""
 
-    num_groups: int
+    prompts: tuple[int, ...]  # tokens of each group's
     group_size: int
-    prompt: int  # tokens
     response: int  # tokens
     seed: int
 
-    def prompts(self) -> np.ndarray:
-        """Digits, int64 [groups, prompt]; each seed has its own, so that none is known."""
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self.group_size
+
+    def token_ids(self) -> list[np.ndarray]:
+        """Digits, int64 [prompt] by group; each seed has its own, so that none is known."""
         rng = np.random.default_rng(self.seed)
-        return rng.integers(8, 18, (self.num_groups, self.prompt))
+        return [rng.integers(8, 18, num_tokens) for num_tokens in self.prompts]
+
+    def batches(self) -> list[np.ndarray]:
+        """The prompts by length, int64 [groups, prompt] each."""
+        prompts = self.token_ids()
+        return [
+            np.stack([prompt for prompt in prompts if len(prompt) == num_tokens])
+            for num_tokens in sorted(set(self.prompts))
+        ]
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ class Server:
             orjson.dumps(
                 {"token_ids": prompt.tolist(), "sampling_params": {**settings, "seed": number}}
             )
-            for number, prompt in enumerate(work.prompts())
+            for number, prompt in enumerate(work.token_ids())
         ]
         url = f"{self._process.url}/inference/v1/generate"
         connector = aiohttp.TCPConnector(limit=0)
@@ -105,9 +116,13 @@ class Generate:
         if num_threads != self._num_threads:
             torch.set_num_threads(num_threads)
             self._num_threads = num_threads
-            self.run(Work(1, 2, 2, 4, seed=0), num_threads)  # wakes the threads
-        input_ids = torch.from_numpy(work.prompts()).repeat_interleave(work.group_size, 0)
+            self.run(Work((2,), 2, 4, seed=0), num_threads)  # wakes the threads
         torch.manual_seed(work.seed)
+        return sum(self._generate(torch.from_numpy(batch), work) for batch in work.batches())
+
+    def _generate(self, prompts: torch.Tensor, work: Work) -> float:
+        """Seconds of one batch; ``prompts`` int64 [groups, prompt]."""
+        input_ids = prompts.repeat_interleave(work.group_size, 0)
         start_s = time.perf_counter()
         output = self._model.generate(
             input_ids,
@@ -118,7 +133,7 @@ class Generate:
             max_new_tokens=work.response,
         )
         seconds = time.perf_counter() - start_s
-        assert output.shape[1] == work.prompt + work.response
+        assert output.shape[1] == prompts.shape[1] + work.response
         return seconds
 
     @torch.inference_mode()
@@ -126,12 +141,15 @@ class Generate:
         """Seconds of the model's forward passes alone, one thread; the fastest of five."""
         torch.set_num_threads(1)
         self._num_threads = 1
-        prompts = torch.from_numpy(work.prompts())
-        newest = prompts[:, :1].repeat_interleave(work.group_size, 0)
-        prefill_s = 0.0
-        if work.prompt > 1:
-            prefill_s = work.num_groups * _fastest_s(lambda: self._model.base_model(prompts[:1]))
-        return prefill_s + work.response * _fastest_s(lambda: self._model(newest, use_cache=False))
+        by_length = {len(prompt): torch.from_numpy(prompt[None]) for prompt in work.token_ids()}
+        prefill_s = {
+            num_tokens: _fastest_s(lambda prompt=prompt: self._model.base_model(prompt))  # type: ignore[misc]
+            for num_tokens, prompt in by_length.items()
+            if num_tokens > 1
+        }
+        newest = next(iter(by_length.values()))[:, :1].repeat_interleave(work.num_sequences, 0)
+        step_s = _fastest_s(lambda: self._model(newest, use_cache=False))
+        return sum(prefill_s.get(n, 0.0) for n in work.prompts) + work.response * step_s
 
 
 def _fastest_s(run: Callable[[], object]) -> float:

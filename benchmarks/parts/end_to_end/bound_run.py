@@ -3,7 +3,7 @@
 Arguments: files of the job, a ``BoundJob`` as JSON, and of the answer, a list of ``BatchCost``.
 First the recorded micro-batches are trained, with no server. Then each batch's prompts are answered
 with its seeds by the weights that it was made by, with no trainer: this process only asks, on the
-other core. Which concurrency is the fastest is found out with the first of the batches.
+other core. Each batch is answered with each concurrency, so that one slow spell decides nothing.
 """
 
 from __future__ import annotations
@@ -162,19 +162,17 @@ def measure(job: BoundJob) -> list[BatchCost]:
         p.index: p for p in load_data(config.data, load_tokenizer(config), "data", config.run.seed)
     }
     costs: list[BatchCost] = []
-    concurrencies = job.concurrencies
     for v in job.batches:
         prompts = [by_index[index] for _, index in (group.key for group in run.batch(v).groups)]
         others = [p for p in by_index.values() if p not in prompts][:4] or prompts[:4]
         pin_process(0, cpus)  # its children inherit it, and the server has a core of its own
         with _serve(weights(v), folder / "bound-server.log") as server:
             pin_process(0, cpus[:1])
-            generated = _generate(server, config, prompts, others, concurrencies, folder)
+            generated = _generate(server, config, prompts, others, job.concurrencies, folder)
         fastest = min(generated, key=lambda inflight: generated[inflight].seconds)
         training_s = trained[v][0]
         ended = {n: as_they_arrive(each.groups, training_s) for n, each in generated.items()}
         first = min(ended, key=ended.__getitem__)
-        concurrencies = sorted({fastest, first})
         costs.append(BatchCost(*trained[v], generated[fastest], ended[first]))
         shutil.rmtree(weights(v))
     return costs

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.parts.end_to_end.processor_time import ProcessorTime
-from benchmarks.parts.end_to_end.rows import Step
+from benchmarks.parts.end_to_end.rows import PHASE, Step
 from benchmarks.parts.end_to_end.workloads import Workload
 from benchmarks.parts.worktree import ROOT
 from easyrl.metrics.event_log import read_events
@@ -28,6 +28,16 @@ SPANS = {  # of a step's metrics
     "look ahead": "time/look_ahead_s",
     "optimizer": "time/optimizer_s",
     "sync": "time/sync_s",
+}
+# Phases of the trainer's thread (docs/architecture.md), of which the span "rest" is made. Those of
+# the other spans are longer than these: what is beyond them is rest as well.
+PHASE_METRIC = "time/phase_"
+SPAN_OF_PHASE = {
+    "wait": "wait",
+    "train": "train",
+    "look_ahead": "look ahead",
+    "step": "optimizer",
+    "sync": "sync",
 }
 IDLE, SERVER_BUSY = "time/inference_idle_s", "server busy"
 TRAINED_MODEL = "model"  # in a run's folder
@@ -115,13 +125,17 @@ def read_steps(
 ) -> list[Step]:
     """The steps of a run with one update per batch, from weights that are served to the next.
 
-    So all that a step costs is in its seconds: batch, optimizer, push, proofs, reports.
+    So all that a step costs is in its seconds: batch, optimizer, push, proofs, reports. Phases are
+    counted from report to report: one that lies between the push and the report is of the step
+    before.
     ``processor_s``: further spans between two times of the event log.
     """
     events = read_events(run_dir / EVENTS_FILE)
     ends = [event["t"] for event in events if event["event"] == "sync_end"]
     metrics = [m for m in read_metrics(run_dir / METRICS_FILE) if SPANS["train"] in m]
     assert len(ends) == len(metrics) + 1, "a push before the first step, and one behind each"
+    phases = {key for line in metrics for key in line if key.startswith(PHASE_METRIC)}
+    metrics = [{**dict.fromkeys(sorted(phases), 0.0), **line} for line in metrics]
     return [
         _step(end - start, line, processor_s(start, end))
         for (start, end), line in zip(pairwise(ends), metrics, strict=True)
@@ -131,6 +145,13 @@ def read_steps(
 def _step(seconds: float, metrics: Mapping[str, float], processor_s: Mapping[str, float]) -> Step:
     spans = {name: metrics[key] for name, key in SPANS.items()}
     spans["rest"] = seconds - sum(spans.values())
+    for key, value in metrics.items():
+        if key.startswith(PHASE_METRIC):
+            name = key.removeprefix(PHASE_METRIC).removesuffix("_s")
+            if name in SPAN_OF_PHASE:
+                spans[f"{PHASE}{name} beyond"] = value - spans[SPAN_OF_PHASE[name]]
+            else:
+                spans[PHASE + name] = value
     spans[SERVER_BUSY] = seconds - metrics[IDLE]
     return Step(
         seconds=seconds,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 
 import msgspec
 
 from benchmarks.parts.row_file import RowFile
+
+PHASE = "phase "  # begins the name of a span that is part of the span "rest"
 
 
 class Step(msgspec.Struct):
@@ -34,6 +37,7 @@ class Key(msgspec.Struct, frozen=True):
     num_steps: int  # that count
     settings: str = ""  # what else decides its time: our command line, TRL's micro-batch
     revision: str = ""  # of this repository
+    num_tried: int = 0  # batches before them in which ``auto`` may try; older rows have one at most
 
 
 class Row(msgspec.Struct):
@@ -58,6 +62,10 @@ class Row(msgspec.Struct):
             name: statistics.median(step.spans[name] for step in self.steps)
             for name in self.steps[0].spans
         }
+
+    def step_median(self, seconds: Callable[[Step], float]) -> float:
+        """Of something else that a step comes to."""
+        return statistics.median(map(seconds, self.steps))
 
 
 class Rows(RowFile[Key, Measured, Row]):

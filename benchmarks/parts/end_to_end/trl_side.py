@@ -80,6 +80,12 @@ def train(
     return {run.micro_batch: run.measured for run in runs}
 
 
+def num_skipped(work: Workload) -> int:
+    """Prompts of ours, batches in which it tries, that are not trained here: the steps that count
+    are of the same prompts on both sides."""
+    return (work.num_our_warm_up - work.num_warm_up) * work.batch_size
+
+
 def tuning_batch(work: Workload) -> int:
     """Prompts of a batch that the largest micro-batch fits into."""
     return -(-max(work.micro_batches) // work.num_generations)

@@ -14,6 +14,7 @@ from benchmarks.parts.end_to_end.rewards import NO_SIGNAL
 from benchmarks.parts.random_model import write_random_model
 from easyrl.demo.build_model import build_model, build_tokenizer
 from easyrl.demo.task import draw_problems, split_operands
+from easyrl.inference_client.pool.adaptive_limit import NUM_TRIED
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Workload:
     max_tokens: int  # of a response
     reward: str  # of ``rewards.REWARDS``
     num_steps: int  # that count
-    num_warm_up: int  # steps before them
+    num_warm_up: int  # steps before them, on both sides
     expected: Expected
     max_tokens_per_micro_batch: int  # ours
     micro_batches: tuple[int, ...]  # sequences in one of TRL's, to choose from
@@ -47,6 +48,18 @@ class Workload:
     kl_coef: float = 0.0
     learning_rate: float = 1e-6
     every_other_without_signal: bool = False
+    # Batches in which ``inference.max_inflight: auto`` may try, none of which counts. 0: those that
+    # count are so many that the median does not see them.
+    num_tried: int = 0
+
+    @property
+    def num_our_warm_up(self) -> int:
+        """Steps of ours before those that count."""
+        return max(self.num_warm_up, self.num_tried)
+
+    @property
+    def num_our_steps(self) -> int:
+        return self.num_our_warm_up + self.num_steps
 
     @property
     def num_sequences(self) -> int:
@@ -119,7 +132,7 @@ SHORT = Workload(
     expected=Expected(1.3, 1.8, 0.8),
     max_tokens_per_micro_batch=4096,
     micro_batches=(32, 64, 128, 256),
-    pair_s=90,
+    pair_s=115,
     tuning_s=65,
     learning_rate=1e-4,
 )
@@ -134,10 +147,11 @@ LONG_PROMPT = Workload(
     reward="random",
     num_steps=6,
     num_warm_up=1,
+    num_tried=NUM_TRIED,
     expected=Expected(5.0, 9.0, 0.85),
     max_tokens_per_micro_batch=2048,
     micro_batches=(2, 4, 8),
-    pair_s=700,
+    pair_s=780,
     tuning_s=90,
 )
 
@@ -168,13 +182,14 @@ WORKLOADS = {
             reward="random",
             num_steps=6,
             num_warm_up=1,
+            num_tried=NUM_TRIED,
             expected=Expected(2.3, 3.5, 0.9),
             max_tokens_per_micro_batch=2048,
             micro_batches=(4, 8, 16, 32),
-            pair_s=250,
+            pair_s=310,
             tuning_s=190,
         ),
-        _like(LONG_PROMPT, name="KL", kl_coef=0.04, expected=Expected(5.0, 9.0, 0.9), pair_s=850),
+        _like(LONG_PROMPT, name="KL", kl_coef=0.04, expected=Expected(5.0, 9.0, 0.9), pair_s=940),
     )
 }
 

@@ -14,10 +14,11 @@ from benchmarks.parts.launched_run import start_trainer
 from benchmarks.parts.overlap.endpoint import SleepingEndpoint
 from benchmarks.parts.overlap.spans import Batch, read_batches
 from benchmarks.parts.random_model import write_prompts, write_random_model
+from benchmarks.parts.worktree import ROOT, imported_first
 from easyrl.inference_client.servers.managed.launch import (
     EmbeddedServerProcess,
 )
-from easyrl.runtime.machine import pin_process, usable_cpus
+from easyrl.runtime.machine import free_port, pin_process, usable_cpus
 
 CONFIG = "benchmarks/overlap.yaml"
 Mode = Literal["sync", "async"]
@@ -50,9 +51,9 @@ class Workload:
         """Settings of a run of ``num_batches`` with what was written in ``folder``."""
         return [
             f"run.mode={mode}",
-            f"run.output_dir={run_dir}",
-            f"model.path={folder / 'model'}",
-            f"data.files=[{folder / 'prompts.jsonl'}]",
+            f"run.output_dir={run_dir.absolute()}",
+            f"model.path={folder.absolute() / 'model'}",
+            f"data.files=[{folder.absolute() / 'prompts.jsonl'}]",
             f"data.max_prompt_tokens={self.prompt_tokens + 8}",
             f"inference.endpoints=[{url}]",
             f"inference.max_inflight={max_inflight}",
@@ -80,6 +81,16 @@ class Setup(Protocol):
     def describe(self, speed: float) -> str: ...
 
 
+@dataclass(kw_only=True, eq=False)
+class ServerOfCheckout(EmbeddedServerProcess):
+    """``easyrl serve`` as another revision has it."""
+
+    checkout: Path
+
+    def _working_directory(self) -> Path:
+        return self.checkout
+
+
 @dataclass(frozen=True)
 class OneRank:
     """The embedded server on one core, the trainer on another; speed: sequences in flight."""
@@ -88,6 +99,7 @@ class OneRank:
     work: Workload
     config: str = CONFIG
     settings: tuple[str, ...] = ()  # further ones
+    checkout: Path = ROOT  # whose server and trainer run
 
     def slower(self, speed: float, factor: float) -> float:
         return max(1, round(speed / factor))
@@ -101,19 +113,32 @@ class OneRank:
         options = ["--max-model-len", str(work.prompt_tokens + work.max_tokens + 32)]
         options += ["--num-threads", "1", "--max-num-seqs", str(max_inflight)]
         log = run_dir / "trainer.log"
-        with EmbeddedServerProcess(
-            self.folder / "model", options, cpus=[server_cpu], log=run_dir / "server.log"
+        code = imported_first(self.checkout)
+        with ServerOfCheckout(
+            self.folder.absolute() / "model",
+            options,
+            checkout=self.checkout,
+            port=free_port(),
+            cpus=[server_cpu],
+            log=run_dir / "server.log",
+            env={"PYTHONPATH": code["PYTHONPATH"]},
         ) as server:
             overrides = work.overrides(
                 mode, self.folder, run_dir, server.url, max_inflight, num_batches
             )
             overrides += ["model.activation_checkpointing=layer"]  # nearer to generation's time
             overrides += self.settings
-            command = [sys.executable, "-m", "easyrl.train", self.config, *overrides]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            config = str(ROOT / self.config)
+            command = [sys.executable, "-m", "easyrl.train", config, *overrides]
+            environment = {**code, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             with log.open("wb") as file:
                 trainer = subprocess.Popen(
-                    command, env=environment, stdout=file, stderr=file, start_new_session=True
+                    command,
+                    env=environment,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                    cwd=self.checkout,
                 )
             pin_process(trainer.pid, [trainer_cpu])
             _finish(trainer, log)
@@ -128,6 +153,7 @@ class TwoRanks:
     work: Workload
     endpoint: SleepingEndpoint
     max_inflight: int = 16  # of both ranks: a group each
+    checkout: Path = ROOT  # whose trainer runs
 
     def slower(self, speed: float, factor: float) -> float:
         return speed * factor
@@ -142,7 +168,14 @@ class TwoRanks:
         )
         overrides += [f"weight_sync.{proof}=false" for proof in ("prove", "probe", "canary")]
         log = run_dir / "trainer.log"
-        trainer = start_trainer(CONFIG, [*overrides, "trainer.zero_stage=2"], log, num_ranks=2)
+        trainer = start_trainer(
+            str(ROOT / CONFIG),
+            [*overrides, "trainer.zero_stage=2"],
+            log,
+            num_ranks=2,
+            folder=self.checkout,
+            PYTHONPATH=imported_first(self.checkout)["PYTHONPATH"],
+        )
         _finish(trainer, log)
         return read_batches(run_dir, num_ranks=2)
 

@@ -7,6 +7,7 @@ arithmetic.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,11 @@ def base_form(setting: Setting, inputs: Inputs, run_dir: Path) -> dict[str, Any]
             "export_at_end": False,
         },
     }
+
+
+def form_of(checkout: Path) -> Callable[[Setting, Inputs, Path], dict[str, Any]]:
+    """That which the configuration of a checkout has."""
+    return present_form if (checkout / "easyrl" / "recipes").is_dir() else base_form
 
 
 # ==== The form of the present tree ====================================================
