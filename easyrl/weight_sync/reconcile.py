@@ -248,7 +248,9 @@ class Reconciler:
                 with self._span(endpoint, "proof"):
                     await self.prover.prove_bits(endpoint, weights, stamp, shown)
                 if stamp != weights.version:
-                    await self.pusher.resume(endpoint)
+                    await self.pusher.resume(endpoint, shown.base or shown.proof)
+                else:  # whoever has paused it, and may be dead
+                    await endpoint.client.resume()
                 shown.owes_canary = canary_follows and self._may_owe_canary(endpoint)
                 if expect is not None and not shown.owes_canary:
                     on_sampling()
@@ -305,8 +307,9 @@ class Reconciler:
         start_s = time.monotonic()
         await self.pusher.push(endpoint, probe.weights)
         stamp = probe.weights.unproven_stamp
-        await self.prover.prove_bits(endpoint, probe.weights, stamp, Shown())
-        await self.pusher.resume(endpoint)
+        proved = Shown()
+        await self.prover.prove_bits(endpoint, probe.weights, stamp, proved)
+        await self.pusher.resume(endpoint, proved.base or proved.proof)
         samples = await self.prover.sample(endpoint, stamp)
         if problem := probe.check(samples, self.prover.tolerance, self.prover.limit):
             raise ProofFailed(endpoint.url, problem)

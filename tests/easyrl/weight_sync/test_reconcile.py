@@ -31,8 +31,8 @@ from tests.easyrl.weight_sync.scripted_endpoint import (
 )
 from tests.inference_client.served_tensors import ArtifactInMemory
 
-PROVED = ["prove", "reset", "resume", "sample"]  # nothing is generated before the proof
-KEPT = ["prove", "sample"]  # by one that generates
+PROVED = ["prove", "accept", "reset", "resume", "sample"]  # nothing is generated before the proof
+KEPT = ["prove", "resume", "sample"]  # by one that generates, unless somebody has paused it
 STAMPED = ["stamp", "ask"]
 AGAIN = PUSH[:]  # after a failure it is told again where the weights are
 WRONG = {name: weight + 1 for name, weight in WEIGHTS.items()}
