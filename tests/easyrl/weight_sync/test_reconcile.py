@@ -157,7 +157,7 @@ def test_one_that_fails_the_proof_of_its_bits_makes_no_token_of_them():
 
 
 @pytest.mark.parametrize(
-    "broken", ["update", "finish", "prove", "reset", "resume", "sample", "ask"]
+    "broken", ["update", "finish", "prove", "accept", "reset", "resume", "sample", "ask"]
 )
 def test_what_fails_half_way_serves_under_no_version_and_is_pushed_again(broken):
     async def story():
@@ -324,7 +324,7 @@ def test_a_reconciliation_that_is_cancelled_gives_up_before_the_next():
 # ---- nobody stays paused -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", ["prove", "reset", "resume"])
+@pytest.mark.parametrize("at", ["prove", "accept", "reset", "resume"])
 def test_who_is_cancelled_between_push_and_resume_goes_on_under_no_version(at):
     async def story():
         parts = Parts({at: asyncio.Event().wait})
@@ -537,8 +537,23 @@ def test_one_that_is_gone_before_its_canary_has_passed_is_out_of_use_and_not_to_
         assert parts.endpoint.confirmed_version is None and "quarantine" in parts.pool.events
         parts.endpoint.down = None
         parts.client.script.clear()
-        await parts.reconcile()
+        assert not (await parts.reconcile()).owes_canary
         assert (await parts.next()).owes_canary
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_one_that_was_away_when_a_batch_ended_passes_a_canary_before_one_follows_again(away):
+    async def story():
+        parts = Following()
+        confirmed = ConfirmedEndpoints(parts.pool, parts.prover, parts.reconciler, patience_s=0.01)
+        await parts.reconcile()
+        await confirmed.confirm(parts.target, {URL: Shown()})
+        if away:  # its version and weights are still right when it answers again
+            parts.endpoint.confirmed_version = None
+        await confirmed.withdraw()
+        assert (await parts.next()).owes_canary == (not away)
 
     asyncio.run(story())
 
