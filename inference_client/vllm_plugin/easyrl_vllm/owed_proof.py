@@ -24,7 +24,7 @@ class OwedProof:
     def __init__(self) -> None:
         self.is_owed = False
         self._is_promised = False  # for a chunk of the update that is open
-        self._asked: set[str] = set()  # nonces of proofs since an update was begun
+        self._asked: set[str] = set()  # nonces of proofs of what owes one
 
     def begin(self) -> None:
         """An update was opened; what was proved before says nothing of it."""
@@ -45,7 +45,8 @@ class OwedProof:
 
         Not to be told of a question without tensors.
         """
-        self._asked.add(nonce)
+        if self.is_owed:
+            self._asked.add(nonce)
 
     def accept(self, nonce: str) -> None:
         """The answer to ``nonce`` was right.
@@ -55,6 +56,7 @@ class OwedProof:
         if self.is_owed and nonce not in self._asked:
             raise ValueError("this proof was of other weights than those that are served now")
         self.is_owed = False
+        self._asked.clear()
 
 
 def has_promise(chunks: Sequence[Mapping[str, Any]]) -> bool:

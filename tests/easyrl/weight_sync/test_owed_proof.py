@@ -64,7 +64,7 @@ def assert_refuses(engine: EmbeddedEngine, url: str) -> None:
     assert not requests.get(f"{url}/is_paused", timeout=30).json()["is_paused"]
     num_tokens = engine.stats.generated_tokens
     answer = ask(url)
-    assert answer.status_code == 503 and "proof was right" in answer.text
+    assert answer.status_code == 503
     assert engine.stats.generated_tokens == num_tokens
 
 

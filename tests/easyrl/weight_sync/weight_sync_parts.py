@@ -270,6 +270,7 @@ class MissesUpdates(Watched):
         missing = self.is_missing
         await super().answer(request, body)
         if b"easyrl_prove_weights" in body and (self.lies or self.repeats):
+            await self.forward(request.method, request.path_qs, body)  # it is told of the outcome
             asked = orjson.loads(body)["kwargs"]
             proof = whole(self._artefact(), bytes.fromhex(asked["nonce"]))
             if self.repeats:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from easyrl.config import SHARED_MEMORY
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.transfer.artifact import Chunk
@@ -28,8 +30,8 @@ from tests.inference_client.written_artifact import WeightArtifact
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sender]:
-    with open_sender(tmp_path_factory.mktemp("weights") / "easyrl-contract", "file") as sender:
+def opened() -> Iterator[Sender]:
+    with open_sender(SHARED_MEMORY / f"easyrl-contract-{os.getpid()}", "file") as sender:
         yield sender
 
 
