@@ -518,7 +518,7 @@ def test_one_whose_canary_fails_behind_its_stamp_loses_both_and_is_trusted_no_mo
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("event", ["restart", "no answer", "down"])
+@pytest.mark.parametrize("event", ["restart", "no answer", "silent", "down"])
 def test_one_that_is_gone_before_its_canary_has_passed_is_out_of_use_and_not_to_blame(event):
     async def story():
         parts = Following()
@@ -529,6 +529,14 @@ def test_one_that_is_gone_before_its_canary_has_passed_is_out_of_use_and_not_to_
             parts.client.version = "default"
         elif event == "no answer":
             parts.client.script["sample"] = failing(NotAnswered(URL, "no answer", 60.0))
+        elif event == "silent":
+            gone = EndpointUnavailable(URL, "connection refused")
+
+            async def unanswered(timeout_s=None):
+                raise gone
+
+            parts.client.script["sample"] = failing(gone)
+            parts.client.weight_version = unanswered
         else:
             parts.client.script["sample"] = asyncio.Event().wait
             parts.endpoint.down = "it hangs"
@@ -537,6 +545,8 @@ def test_one_that_is_gone_before_its_canary_has_passed_is_out_of_use_and_not_to_
         assert parts.endpoint.confirmed_version is None and "quarantine" in parts.pool.events
         parts.endpoint.down = None
         parts.client.script.clear()
+        if event == "silent":
+            del parts.client.weight_version
         assert not (await parts.reconcile()).owes_canary
         assert (await parts.next()).owes_canary
 
