@@ -65,6 +65,7 @@ TensorShapes = Mapping[str, tuple[str, Sequence[int]]]  # by name: safetensors' 
 
 PROVE_WEIGHTS = "easyrl_prove_weights"  # a method of each worker, there by --worker-extension-cls
 PROVE_ADAPTER = "easyrl_prove_adapter"
+ACCEPT_PROOF = "easyrl_accept_proof"
 COMPARE_SHAPES = "easyrl_compare_shapes"
 MOST_DEVICES = 4096  # of a server; more is no number of devices
 HEALTH_TIMEOUT_S = 10.0
@@ -334,6 +335,11 @@ class EndpointClient:
         of_a_worker = sum(len(name.encode()) + BYTES_PER_TENSOR for name in tensors)
         max_bytes = ANSWER_BYTES + MAX_WORKERS * of_a_worker
         return (await self.call_workers(_PROOFS, method, asked, max_bytes)).results
+
+    async def accept_proof(self, nonce: bytes) -> None:
+        """What it has answered to ``nonce`` was right: it may generate with what it was given."""
+        body = {"method": ACCEPT_PROOF, "kwargs": {"nonce": nonce.hex()}}
+        await self._request("POST", "/collective_rpc", body)
 
     async def compare_shapes(self, tensors: TensorShapes) -> dict[str, str]:
         """By name, why its workers could not load a tensor, or which they serve beside ``tensors``.

@@ -66,6 +66,9 @@ class ConfirmedEndpoints:
         self._settled.clear()
         for work in self._work:
             work.cancel()
+        for endpoint in self.pool.endpoints:
+            if endpoint.confirmed_version is None:  # it was not brought back in time
+                self.prover.was_away(endpoint.url)
         self.pool.withdraw_confirmations()
 
     async def confirm(self, target: Target, shown: Mapping[str, Shown]) -> None:

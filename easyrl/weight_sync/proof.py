@@ -164,8 +164,8 @@ class Prover:
         probe_shifts: by URL, of those that have shown the probe's change since they started: the
             nats by which it moved their samples; infinite once they have shown the true weights
             again.
-        passed: URLs of those that have passed a canary since they started or failed last; also
-            with the probe's weights.
+        passed: URLs of those that have passed a canary since they started, failed or were away
+            last; also with the probe's weights.
     """
 
     canary: Canary
@@ -257,8 +257,12 @@ class Prover:
             self.probe_shifts[endpoint.url] = np.inf
 
     def has_passed(self, url: str) -> bool:
-        """Whether it has since it started or failed last, and since it was given the probe."""
+        """Whether it has since all that ``passed`` names, and since it was given the probe."""
         return url in self.passed and self.probe_shifts.get(url, np.inf) == np.inf
+
+    def was_away(self, url: str) -> None:
+        """It may have restarted: it has to pass a canary before one may follow again."""
+        self.passed.discard(url)
 
     def forget(self, url: str) -> None:
         """The endpoint at ``url`` has restarted or failed: it has to show all of it again."""

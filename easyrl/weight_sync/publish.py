@@ -162,8 +162,10 @@ class WeightSync:
 
         The responses of an endpoint that has passed are handed out from here on. One that has not
         is out of use, what it has answered goes elsewhere, and it is brought back in mid-batch; if
-        nobody has passed, the version is published once more, with canaries first. Raises what
-        ``publish`` raises then, and ``StopRequested`` while it waits for the canaries.
+        nobody has passed, the version is published once more, with canaries first. Repairs wait for
+        its end, as for a whole sync: it writes over the files that they would push. ``meanwhile``
+        has had its turn. Raises what ``publish`` raises then, and ``StopRequested`` while it waits
+        for the canaries.
         """
         owing, self._owing = self._owing, {}
         if not owing:

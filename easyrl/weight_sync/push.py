@@ -3,8 +3,9 @@
 An endpoint that gives an update up keeps the layers that had come (vLLM's plugin) or refuses to
 generate (embedded server); neither puts the old weights back. So before the first chunk it is given
 a stamp that no request asks for, and only a proof (``reconcile.py``) gives it another. Once it has
-all of the weights it stays paused until their bits are proved: what comes through shared memory is
-not hashed on arrival when that proof follows.
+all of the weights it stays paused until their bits are proved. That a proof follows is said with
+each chunk: what comes through shared memory is not hashed on arrival then, and the endpoint itself
+refuses to generate until it is told that the proof was right, whoever resumes it (``OwedProof``).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from easyrl.inference_client.errors import (
     RequestRejected,
 )
 from easyrl.inference_client.pool.endpoint_pool import Endpoint
-from easyrl.schema import other_run
+from easyrl.schema import WeightProof, other_run
 from easyrl.weight_sync.broadcasting import WATCH_INTERVAL_S, Broadcaster, TensorTee
 from easyrl.weight_sync.challenge import NONCE_BYTES
 from easyrl.weight_sync.store import WeightStore
@@ -109,7 +110,7 @@ class WeightPusher:
         Consumes: its chunks. Waits for: the endpoint's running requests, the writer. Is unblocked
         by: the endpoint's answers. It has their ``unproven_stamp``. After an error
         (``EndpointError``, or a cancellation) it has been told to give the update up and to go on,
-        with what is left and the same stamp.
+        with what is left and the same stamp; it refuses requests if that owes a proof.
         """
         client = endpoint.client
         try:
@@ -146,13 +147,16 @@ class WeightPusher:
             await asyncio.gather(*giving_up, return_exceptions=True)
             raise
 
-    async def resume(self, endpoint: Endpoint) -> None:
+    async def resume(self, endpoint: Endpoint, proof: WeightProof | None) -> None:
         """Has ``endpoint`` generate with its new weights. Raises ``EndpointError``.
 
+        ``proof``: its last of the model, also of one below an adapter; None: no bits were proved.
         No cached prefix is left, neither of the weights before nor of a push that failed: what was
         computed in between by half of either may have gone into an external cache, too. Blocks that
         are being moved there are in use for a moment.
         """
+        if proof is not None:
+            await endpoint.client.accept_proof(bytes.fromhex(proof.nonce))
         for pause_s in (*RETRY_PAUSES_S, None):
             if await endpoint.client.reset_prefix_cache():
                 break
@@ -165,8 +169,8 @@ class WeightPusher:
     async def let_go(self, endpoint: Endpoint) -> None:
         """Has one that is given up go on, under a stamp that no request asks for.
 
-        Requests that other processes have sent it end then, and go elsewhere. Does nothing unless
-        it is ``paused``, and takes ``GIVING_UP_S`` at most.
+        Requests that other processes have sent it end then, and go elsewhere: if it owes a proof
+        it refuses them. Does nothing unless it is ``paused``, and takes ``GIVING_UP_S`` at most.
         """
         if endpoint.url not in self._paused:
             return

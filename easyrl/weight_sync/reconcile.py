@@ -3,7 +3,8 @@
     pause → stamp "updating" → push → prove the bits → resume → canary → stamp the version
                                                              or → stamp the version, then canary
 
-No token is made of bits that are not proved, where bits are proved at all. What fails is taken out
+No token is made of bits that are not proved, where bits are proved at all and were not broadcast:
+the endpoint holds its trainer to that, however it is left (``OwedProof``). What fails is taken out
 of use (*quarantine*), pushed again, proved again, then excluded, unless this host's copy of the
 weights turns out to be damaged: that is to be written again first. One that still has the weights
 (it was only away, or a broadcast brought them) is not pushed to, it proves them. The stamp of the
@@ -146,6 +147,7 @@ class Reconciler:
         except EndpointError as error:
             self.pool.quarantine(endpoint, error.reason)
             if isinstance(error, EndpointUnavailable) and not await still_answers(endpoint):
+                self.prover.was_away(endpoint.url)
                 raise
             logger.warning("weight sync: %s", error)
             if isinstance(error, ProofFailed):
@@ -248,7 +250,9 @@ class Reconciler:
                 with self._span(endpoint, "proof"):
                     await self.prover.prove_bits(endpoint, weights, stamp, shown)
                 if stamp != weights.version:
-                    await self.pusher.resume(endpoint)
+                    await self.pusher.resume(endpoint, shown.base or shown.proof)
+                else:  # whoever has paused it, and may be dead
+                    await endpoint.client.resume()
                 shown.owes_canary = canary_follows and self._may_owe_canary(endpoint)
                 if expect is not None and not shown.owes_canary:
                     on_sampling()
@@ -305,8 +309,9 @@ class Reconciler:
         start_s = time.monotonic()
         await self.pusher.push(endpoint, probe.weights)
         stamp = probe.weights.unproven_stamp
-        await self.prover.prove_bits(endpoint, probe.weights, stamp, Shown())
-        await self.pusher.resume(endpoint)
+        proved = Shown()
+        await self.prover.prove_bits(endpoint, probe.weights, stamp, proved)
+        await self.pusher.resume(endpoint, proved.base or proved.proof)
         samples = await self.prover.sample(endpoint, stamp)
         if problem := probe.check(samples, self.prover.tolerance, self.prover.limit):
             raise ProofFailed(endpoint.url, problem)

@@ -160,7 +160,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         sent = 0
         while sent < size:
-            sent += os.sendfile(self.connection.fileno(), file.fileno(), sent, size - sent)
+            count = os.sendfile(self.connection.fileno(), file.fileno(), sent, size - sent)
+            if count == 0:  # cut since: the receiver has to see that no more will come
+                self.close_connection = True
+                return
+            sent += count
 
 
 def _open_chunk(root: Path, path: str) -> BinaryIO | None:

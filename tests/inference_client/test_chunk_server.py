@@ -65,6 +65,25 @@ def test_a_chunk_for_the_holder_of_the_token(server: ChunkServer, root: Path) ->
     assert get(server, "/run-1-7/chunk-00004.safetensors") == (200, b"")
 
 
+def test_a_file_that_is_cut_while_it_is_sent_ends_its_connection(
+    server: ChunkServer, root: Path
+) -> None:
+    path = root / "run-1-7" / CHUNK
+    with path.open("r+b") as file:
+        file.truncate(2**28)  # more than waits in sockets
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    with closing(connection):
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        connection.request("GET", f"/run-1-7/{CHUNK}", headers=headers)
+        response = connection.getresponse()
+        assert response.length == 2**28
+        with path.open("r+b") as file:
+            file.truncate(2**20)
+        with pytest.raises(http.client.IncompleteRead):
+            response.read()
+    assert get(server, "/health") == (200, b"ok")
+
+
 @pytest.mark.parametrize("token", [None, "", "wrong", "righ", "rightt", "Right"])
 def test_others_learn_nothing(server: ChunkServer, token: str | None) -> None:
     answers = {get(server, path, token) for path in (f"/run-1-7/{CHUNK}", "/nowhere", "/")}

@@ -213,8 +213,11 @@ class ShapesArguments(BaseModel):
     tensors: Json[dict[str, tuple[str, list[int]]]]  # by name: safetensors' dtype, shape
 
 
+Nonce = Annotated[bytes, BeforeValidator(parse_nonce)]  # 32, from hex digits
+
+
 class ProofArguments(ShapesArguments):
-    nonce: Annotated[bytes, BeforeValidator(parse_nonce)]  # 32, from hex digits
+    nonce: Nonce
 
 
 class ProofBody(BaseModel):
@@ -227,7 +230,18 @@ class ShapesBody(BaseModel):
     kwargs: ShapesArguments
 
 
-class RpcBody(RootModel[Annotated[ProofBody | ShapesBody, Field(discriminator="method")]]):
+class AcceptArguments(BaseModel):
+    nonce: Nonce
+
+
+class AcceptBody(BaseModel):
+    method: Literal["easyrl_accept_proof"]
+    kwargs: AcceptArguments
+
+
+class RpcBody(
+    RootModel[Annotated[ProofBody | AcceptBody | ShapesBody, Field(discriminator="method")]]
+):
     """The methods that the vLLM plugin adds to vLLM's workers."""
 
 

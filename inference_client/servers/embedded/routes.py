@@ -27,6 +27,7 @@ from easyrl.inference_client.servers.embedded.http_parts import (
 )
 from easyrl.inference_client.servers.embedded.protocol import (
     AbortBody,
+    AcceptBody,
     CheckerBody,
     CompletionBody,
     FinishBody,
@@ -245,6 +246,9 @@ class EmbeddedServer:
         if isinstance(body, ShapesBody):
             problems = await _done(self._weights.compare_shapes(body.kwargs.tensors))
             return json_response({"results": [{"problems": problems}]})
+        if isinstance(body, AcceptBody):
+            await _done(self._weights.accept_proof(body.kwargs.nonce))
+            return json_response({"results": [{}]})
         asked = body.kwargs
         proof = await _done(self._weights.prove(asked.nonce, asked.tensors.keys()))
         return json_response({"results": [asdict(proof)]})

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from easyrl.inference_client.transfer.artifact import tensor_checksum
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPE_NAMES
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import slice_digest, whole_slice
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.owed_proof import REFUSAL, OwedProof
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.receiving import WeightReceiver
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import ServedSlice
 
@@ -43,7 +44,7 @@ class ServedWeights:
 
     An update is ``start``, any number of ``load``, ``finish``. If anything in it fails after a
     tensor was written the weights are ``broken`` (a mixture) until an update has completed; the
-    version stays.
+    version stays. They are, too, while they owe a proof (``OwedProof``).
 
     Commands give futures and run one after the other in a thread of their own: reading an artifact
     may take long, or hang with the trainer that serves it; meanwhile the engine answers everything
@@ -62,13 +63,19 @@ class ServedWeights:
         on_finish: Callable[[], None],
     ) -> None:
         self.version = INITIAL_VERSION
-        self.broken: str | None = None  # why the weights cannot be used
+        self._mixed: str | None = None  # why the weights are a mixture
+        self._owed = OwedProof()
         self._tensors = dict(_saved_views(model))
         self._in_engine = in_engine
         self._on_finish = on_finish
         self._thread = ThreadPoolExecutor(1, "embedded-weights")
         self._receiver: WeightReceiver | None = None
         self._update: _Update | None = None
+
+    @property
+    def broken(self) -> str | None:
+        """Why the weights cannot be used."""
+        return self._mixed or (REFUSAL if self._owed.is_owed else None)
 
     @property
     def update_is_open(self) -> bool:
@@ -99,6 +106,7 @@ class ServedWeights:
                     "/update_weights"
                 )
             self._update = _Update(set(self._tensors))
+            self._owed.begin()
 
         return self._between_steps(run)
 
@@ -118,6 +126,7 @@ class ServedWeights:
                         "one update takes one artifact"
                     )
                 tensors = self._known_receiver().tensors(artifact, chunks, self._place)
+                self._owed.take(chunks)
                 update.artifact = artifact
                 for name, weight in tensors:
                     served = self._tensors[name]
@@ -148,7 +157,8 @@ class ServedWeights:
                 self._abandon(reason)
                 raise ValueError(reason)
             self._update = None
-            self.broken = None
+            self._mixed = None
+            self._owed.finish()
             if version is not None:
                 self.version = version
             self._on_finish()
@@ -180,9 +190,14 @@ class ServedWeights:
                 proof.slices[name] = [ServedSlice(whole, slice_digest(tensor, nonce))]
             if asked:
                 receiver.provable = frozenset(proof.slices)
+                self._owed.answered(nonce.hex())
             return proof
 
         return self._thread.submit(run)
+
+    def accept_proof(self, nonce: bytes) -> Future[None]:
+        """The answer to ``nonce`` was right. Raises ``ValueError`` if it was of other weights."""
+        return self._thread.submit(lambda: self._owed.accept(nonce.hex()))
 
     def compare_shapes(self, asked: TensorShapes) -> Future[dict[str, str]]:
         """By name, why a tensor of ``asked`` could not be loaded, or is missing there.
@@ -202,7 +217,7 @@ class ServedWeights:
 
     def _abandon(self, reason: str) -> None:
         if self._update is not None and self._update.has_written:
-            self.broken = f"the last weight update failed: {reason}"
+            self._mixed = f"the last weight update failed: {reason}"
         self._update = None
 
     def _shape_problems(self, asked: TensorShapes) -> Iterator[tuple[str, str]]:

@@ -27,15 +27,20 @@ ENGINES = {
 
 
 def register() -> None:
-    """Makes the weight-transfer backends known; called in each of vLLM's processes, or twice."""
+    """Makes the weight-transfer backends known, and has the engine core refuse unproved weights.
+
+    Called in each of vLLM's processes, or twice.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from .core_guard import guard_engine_core
     from .replies import keep_replies_in_step
 
     for backend, (module, name) in ENGINES.items():
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, module, name)
     keep_replies_in_step()
+    guard_engine_core()
 
 
 class WeightProof:

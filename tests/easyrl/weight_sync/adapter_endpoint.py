@@ -92,6 +92,7 @@ class AdapterEndpoint(Watched):
         self.folders: dict[str, str] = {}  # by name, of those that the plugin has not loaded
         self.received: dict[str, dict[str, torch.Tensor]] = {}
         self.asked_base = 0  # proofs of the model below
+        self.base_nonces: set[str] = set()  # of these
         self.unloaded: list[str] = []
         self.num_bytes = 0
         self.named: list[str | None] = []  # by requests for rollouts, in their order
@@ -148,9 +149,13 @@ class AdapterEndpoint(Watched):
                 self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
                 self.received[update["adapter"]] |= copy.deepcopy(tensors)
             return {"transport": "file"}
+        if method == "easyrl_accept_proof":  # it owes none: adapters are hashed on arrival
+            assert kwargs["nonce"] in self.base_nonces
+            return {}
         nonce, tensors = bytes.fromhex(kwargs["nonce"]), json.loads(kwargs["tensors"])
         if method == "easyrl_prove_weights":
             self.asked_base += bool(tensors)
+            self.base_nonces.add(kwargs["nonce"])
             assert tensors.keys() <= self.base.keys()
             return asdict(whole({name: self.base[name] for name in tensors}, nonce))
         assert method == "easyrl_prove_adapter"

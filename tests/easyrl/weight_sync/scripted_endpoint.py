@@ -77,6 +77,10 @@ class ScriptedClient:
         await self._called("prove" if tensors else "ask")
         return [whole({name: self.served[name] for name in tensors}, nonce)]
 
+    async def accept_proof(self, nonce) -> None:
+        assert nonce == self.nonces[-1]
+        await self._called("accept")
+
     async def reset_prefix_cache(self) -> bool:
         await self._called("reset")
         return self.resets

@@ -31,8 +31,8 @@ from tests.easyrl.weight_sync.scripted_endpoint import (
 )
 from tests.inference_client.served_tensors import ArtifactInMemory
 
-PROVED = ["prove", "reset", "resume", "sample"]  # nothing is generated before the proof
-KEPT = ["prove", "sample"]  # by one that generates
+PROVED = ["prove", "accept", "reset", "resume", "sample"]  # nothing is generated before the proof
+KEPT = ["prove", "resume", "sample"]  # by one that generates, unless somebody has paused it
 STAMPED = ["stamp", "ask"]
 AGAIN = PUSH[:]  # after a failure it is told again where the weights are
 WRONG = {name: weight + 1 for name, weight in WEIGHTS.items()}
@@ -157,7 +157,7 @@ def test_one_that_fails_the_proof_of_its_bits_makes_no_token_of_them():
 
 
 @pytest.mark.parametrize(
-    "broken", ["update", "finish", "prove", "reset", "resume", "sample", "ask"]
+    "broken", ["update", "finish", "prove", "accept", "reset", "resume", "sample", "ask"]
 )
 def test_what_fails_half_way_serves_under_no_version_and_is_pushed_again(broken):
     async def story():
@@ -324,7 +324,7 @@ def test_a_reconciliation_that_is_cancelled_gives_up_before_the_next():
 # ---- nobody stays paused -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", ["prove", "reset", "resume"])
+@pytest.mark.parametrize("at", ["prove", "accept", "reset", "resume"])
 def test_who_is_cancelled_between_push_and_resume_goes_on_under_no_version(at):
     async def story():
         parts = Parts({at: asyncio.Event().wait})
@@ -518,7 +518,7 @@ def test_one_whose_canary_fails_behind_its_stamp_loses_both_and_is_trusted_no_mo
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("event", ["restart", "no answer", "down"])
+@pytest.mark.parametrize("event", ["restart", "no answer", "silent", "down"])
 def test_one_that_is_gone_before_its_canary_has_passed_is_out_of_use_and_not_to_blame(event):
     async def story():
         parts = Following()
@@ -529,6 +529,14 @@ def test_one_that_is_gone_before_its_canary_has_passed_is_out_of_use_and_not_to_
             parts.client.version = "default"
         elif event == "no answer":
             parts.client.script["sample"] = failing(NotAnswered(URL, "no answer", 60.0))
+        elif event == "silent":
+            gone = EndpointUnavailable(URL, "connection refused")
+
+            async def unanswered(timeout_s=None):
+                raise gone
+
+            parts.client.script["sample"] = failing(gone)
+            parts.client.weight_version = unanswered
         else:
             parts.client.script["sample"] = asyncio.Event().wait
             parts.endpoint.down = "it hangs"
@@ -537,8 +545,25 @@ def test_one_that_is_gone_before_its_canary_has_passed_is_out_of_use_and_not_to_
         assert parts.endpoint.confirmed_version is None and "quarantine" in parts.pool.events
         parts.endpoint.down = None
         parts.client.script.clear()
-        await parts.reconcile()
+        if event == "silent":
+            del parts.client.weight_version
+        assert not (await parts.reconcile()).owes_canary
         assert (await parts.next()).owes_canary
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_one_that_was_away_when_a_batch_ended_passes_a_canary_before_one_follows_again(away):
+    async def story():
+        parts = Following()
+        confirmed = ConfirmedEndpoints(parts.pool, parts.prover, parts.reconciler, patience_s=0.01)
+        await parts.reconcile()
+        await confirmed.confirm(parts.target, {URL: Shown()})
+        if away:  # its version and weights are still right when it answers again
+            parts.endpoint.confirmed_version = None
+        await confirmed.withdraw()
+        assert (await parts.next()).owes_canary == (not away)
 
     asyncio.run(story())
 

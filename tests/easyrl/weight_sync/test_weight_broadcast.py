@@ -132,8 +132,10 @@ def test_a_version_is_broadcast_between_pause_and_resume(model_dir, server, grou
         assert rank.sync.publish(V[0]).metrics["sync/broadcast"] == 1
         shown = (*SENT_BY_ARTEFACT, *RESUMED, "/collective_rpc")
         seen = [path for path in proxy.seen if path in shown]
-        # proved, resumed, stamped, and asked whether it has restarted before the stamp
-        once = [*SENT_BY_ARTEFACT, "/collective_rpc", *RESUMED, STAMP, "/collective_rpc"]
+        # proved, told that it was right, resumed, stamped, and asked whether it has restarted
+        # before the stamp
+        rpc = "/collective_rpc"
+        once = [*SENT_BY_ARTEFACT, rpc, rpc, *RESUMED, STAMP, rpc]
         assert seen == once * 2  # the probe by artefact, then the weights in one piece
         assert len(proxy.inits) == 1  # the announcement, without which no proof
         assert engine.num_passes == 2

@@ -189,7 +189,7 @@ def test_an_update_that_a_dead_trainer_left_open_is_given_up(abandoned):
 
 
 def resume(client):
-    return WeightPusher(Announcer()).resume(Endpoint(client, 1))
+    return WeightPusher(Announcer()).resume(Endpoint(client, 1), None)
 
 
 def test_an_endpoint_with_a_prefix_cache_that_is_not_reset_does_not_go_on():
