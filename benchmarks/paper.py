@@ -9,7 +9,8 @@ by being more. Sides take turns, and ratios are medians over the repeats.
 
 ``tpspd``: tokens of the trained sequences, each with its prompt, per second and device of training
 and inference. What ``ratio`` and ``bound`` are of says docs/paper.md. ``--baseline verl:LOGFILE``
-(or ``trl:``) adds a row from the log of another trainer's run. The last line is one JSON object.
+(or ``trl:``) adds a row from the log of another trainer's run, not to table3 and startup. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ def main() -> None:
     arguments = _parse()
     table = TABLES[arguments.table]
     try:
+        if arguments.baseline and table.no_baseline is not None:
+            others = " or ".join(name for name, each in TABLES.items() if each.no_baseline is None)
+            raise ValueError(
+                f"--baseline: {arguments.table} has no row for another trainer's run, as "
+                f"{table.no_baseline}; leave it out, or measure {others}"
+            )
         baselines = [read_baseline(text, arguments.baseline_devices) for text in arguments.baseline]
         if arguments.small:
             _small(table, baselines, arguments)

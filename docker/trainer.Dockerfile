@@ -7,7 +7,8 @@ ARG DEVICE=cpu
 FROM python:3.11-slim-bookworm AS base-cpu
 # From PyPI torch comes with CUDA, several GB.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ENV PIP_EXTRA_INDEX_URL=$TORCH_INDEX EXTRAS=hub DS_ACCELERATOR=cpu
+ARG EXTRAS=hub,report,prometheus
+ENV PIP_EXTRA_INDEX_URL=$TORCH_INDEX EXTRAS=$EXTRAS DS_ACCELERATOR=cpu
 # torch compiles FlexAttention where a configuration asks for it
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
@@ -16,7 +17,8 @@ RUN apt-get update \
 # With the compiler: DeepSpeed builds its optimizers on first use. The toolkit has to be of the
 # CUDA version that torch was built for.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS base-cuda
-ENV EXTRAS=hub,liger
+ARG EXTRAS=hub,report,prometheus,liger
+ENV EXTRAS=$EXTRAS
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
         g++ ninja-build openssh-client pdsh python3 python3-dev python3-venv \

@@ -15,6 +15,7 @@ from easyrl.metrics.renamed import RenamedTracker
 from easyrl.metrics.step_progress import StepProgress
 from easyrl.metrics.trackers.background import BackgroundTracker
 from easyrl.metrics.trackers.base import Tracker
+from easyrl.metrics.trackers.ending import RunEnding
 from easyrl.metrics.trackers.jsonl import JsonlTracker
 from easyrl.metrics.trackers.mlflow import MlflowTracker
 from easyrl.metrics.trackers.optional import OptionalTracker
@@ -43,10 +44,12 @@ def open_trackers(
     The trackers are told the ``certificate``'s hash last. ``look``: where the open step is.
     """
     trackers: list[Tracker] = []
+    ending = RunEnding()
     if run.ranks.is_first:
-        trackers = trackers_of(run.config, run.output, progress, num_steps, look)
+        trackers = trackers_of(run.config, run.output, progress, num_steps, look, ending)
     for tracker in trackers:
         run.opened.callback(tracker.close)
+    run.opened.push(ending.take)  # before they are closed
     if certificate is not None:
         run.opened.callback(_publish_chain, certificate, trackers)
     return trackers
@@ -58,6 +61,7 @@ def trackers_of(
     progress: Progress,
     total_steps: int | None,
     look: Callable[[], StepProgress],
+    ending: RunEnding,
 ) -> list[Tracker]:
     """All back ends that the configuration names; their figures go on after ``progress``.
 
@@ -81,27 +85,38 @@ def trackers_of(
     def add_continued(name: str, open_tracker: Callable[[TrackerState], Tracker]) -> None:
         """Of one that cannot take back the steps that a resumed run takes again."""
 
+        add(name, lambda: continued(TrackerState(output, name), open_tracker))
+
+    def add_in_background(name: str, open_tracker: Callable[[TrackerState], Tracker]) -> None:
+        """Of such a one that waits for its service's answer: a step counts as told behind it."""
+
         def opened() -> Tracker:
             state = TrackerState(output, name)
-            return ContinuedTracker(RenamedTracker(open_tracker(state), names), state)
+            return BackgroundTracker(continued(state, open_tracker), left_out=state.missed)
 
         add(name, opened)
+
+    def continued(state: TrackerState, open_tracker: Callable[[TrackerState], Tracker]) -> Tracker:
+        return ContinuedTracker(RenamedTracker(open_tracker(state), names), state)
 
     if run.trackers:
         add_renamed("tensorboard", lambda: TensorBoardTracker(output / "tensorboard", from_step))
     tree = public_tree(config) if SERVICES & set(run.trackers) else {}
     if "wandb" in run.trackers:
         table, project = wandb_table(config, output, from_step), run.wandb_project or run.project
-        add_continued("wandb", lambda s: WandbTracker(project, run.name, output, tree, s, table))
+        add_continued(
+            "wandb", lambda s: WandbTracker(project, run.name, output, tree, s, ending, table)
+        )
     if "trackio" in run.trackers:
         add_continued("trackio", lambda s: TrackioTracker(run.project, run.name, tree, s))
     if "mlflow" in run.trackers:
-        add_continued(
-            "mlflow",
-            lambda s: BackgroundTracker(MlflowTracker(run.project, run.name, output, tree, s)),
+        add_in_background(
+            "mlflow", lambda s: MlflowTracker(run.project, run.name, output, tree, s, ending)
         )
     if "swanlab" in run.trackers:
-        add_continued("swanlab", lambda s: SwanlabTracker(run.project, run.name, output, tree, s))
+        add_continued(
+            "swanlab", lambda s: SwanlabTracker(run.project, run.name, output, tree, s, ending)
+        )
     if "prometheus" in run.trackers:
         at = config.metrics.prometheus_host, config.metrics.prometheus_port
         add_renamed("prometheus", lambda: PrometheusTracker(run.name, *at, look))

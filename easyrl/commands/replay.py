@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from easyrl.build.replay import replay_batch
 
         replayed = replay_batch(run, v, config)
-        reasons = _reasons(run, config, replayed, arguments.overrides)
+        reasons = reasons_to_differ(run, config, replayed, arguments.overrides)
     except (ValueError, OSError) as error:  # ConfigError and JournalError among them
         print(f"easyrl: {error}", file=sys.stderr)
         return UNUSABLE
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_table(rows))
         print(_account(run, replayed, arguments.overrides))
         print(_verdict(rows, same_weights))
-        for line in reasons if is_same else [*reasons, *_other_machine(run)]:
+        for line in reasons if is_same else [*reasons, *other_machine(run)]:
             print(f"  {line}")
     return DIFFERENT if not is_same and not reasons else 0
 
@@ -156,7 +156,7 @@ def _verdict(rows: Sequence[Row], same_weights: bool | None) -> str:
     return f"equal to the bit: {len(rows)} metrics{behind}"
 
 
-def _reasons(
+def reasons_to_differ(
     run: RecordedRun, config: Config, replayed: Replayed, overrides: Sequence[str]
 ) -> list[str]:
     """Why the run's bits cannot be expected."""
@@ -206,7 +206,7 @@ def _differing(one: Config, other: Config) -> list[str]:
     ]
 
 
-def _other_machine(run: RecordedRun) -> list[str]:
+def other_machine(run: RecordedRun) -> list[str]:
     """What a strict run remembers of how it computed, where that is not how this process does."""
     from easyrl.runtime.determinism import ARITHMETIC_FILE
     from easyrl.runtime.numerics import arithmetic

@@ -16,6 +16,10 @@ SHOWN = {
     "grad_norm": "gradient norm",
     "policy/clip_low": "clipped low",
     "policy/clip_high": "clipped high",
+    "policy/clipped": "clipped",
+    "policy/clip_delta": "clipped by delta",
+    "policy/clip_dual": "clipped twice",
+    "critic/clip_fraction": "values clipped",
     "policy/kl": "KL",
     "policy/entropy": "entropy",
     "tokens/packed": "packed tokens",
@@ -28,7 +32,7 @@ class Measured:
 
     settings: Sequence[str]  # key.path=value, in place of the run's; empty: the run's own
     metrics: Mapping[str, float]
-    gradient: Tensors  # of the batch's first update, before clip and optimizer
+    gradients: Sequence[Tensors]  # of each of the batch's updates, before clip and optimizer
     update: Tensors  # weights behind the batch minus those before it
 
 
@@ -40,17 +44,21 @@ class Comparison:
     metrics: Mapping[str, float]
     gradient_norm: float  # before the clip, of the batch's first update
     gradient_cosine: float
+    later_cosines: Sequence[float]  # of the gradients of its further updates, as many as both have
     update_norm: float
     update_cosine: float
 
 
 def compare(own: Measured, variant: Measured) -> Comparison:
     """``variant`` beside ``own``; a weight that one of them does not train counts as zero there."""
+    first = variant.gradients[0]
+    cosines = [cosine(a, b) for a, b in zip(own.gradients, variant.gradients, strict=False)]
     return Comparison(
         settings=variant.settings,
         metrics={name: variant.metrics[name] for name in SHOWN if name in variant.metrics},
-        gradient_norm=math.sqrt(_dot(variant.gradient, variant.gradient)),
-        gradient_cosine=cosine(own.gradient, variant.gradient),
+        gradient_norm=math.sqrt(_dot(first, first)),
+        gradient_cosine=cosines[0],
+        later_cosines=cosines[1:],
         update_norm=math.sqrt(_dot(variant.update, variant.update)),
         update_cosine=cosine(own.update, variant.update),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -107,24 +108,34 @@ class RecordedRun:
         Raises ``ValueError``.
         """
         step = self.batch(v).step
-        lines = [m for m in read_metrics(self.folder / METRICS_FILE) if m["step"] == step]
-        if not lines:
+        if step not in self._metrics:
             raise ValueError(f"{self.folder / METRICS_FILE}: has no line of step {step}")
-        return {name: value for name, value in lines[-1].items() if name != "step"}
+        return {name: value for name, value in self._metrics[step].items() if name != "step"}
+
+    @cached_property
+    def _metrics(self) -> dict[int, dict[str, float]]:
+        """By step; the file is read once, however many batches are asked for."""
+        return {int(line["step"]): line for line in read_metrics(self.folder / METRICS_FILE)}
 
     def require_journal(self, first: int, last: int) -> None:
         """Raises ``ValueError`` if a batch from ``first`` to ``last`` is no longer journalled."""
-        kept = [v for v in range(first, len(self._history.batches))
-                if batch_folder(self._journal, v).is_dir()]  # fmt: skip
         for v in range(first, last + 1):
-            if v not in kept:
-                later = [u for u in kept if u > v]
-                there = f"goes back to step {self._first_step(later[0])}" if later else "is empty"
+            if not self._is_journalled(v):
+                behind = range(v + 1, self.num_batches)
+                next_kept = next(filter(self._is_journalled, behind), None)
+                there = (
+                    "is empty"
+                    if next_kept is None
+                    else f"goes back to step {self._first_step(next_kept)}"
+                )
                 raise ValueError(
                     f"{self._journal}: batch {v}, which step {self.batch(last).step} builds on, "
                     f"was removed as nothing resumes from it; the journal {there}. Choose a later "
                     "step, or set journal.keep=all in the next run"
                 )
+
+    def _is_journalled(self, v: int) -> bool:
+        return batch_folder(self._journal, v).is_dir()
 
     def replay_begins(self, v: int) -> int:
         """The batch that a replay of batch ``v`` begins with: behind the newest checkpoint."""

@@ -186,9 +186,16 @@ def _has_each_reward(recipe: Recipe) -> bool:
     return each or isinstance(recipe, GDPO)
 
 
-def _ratio_is_one(config: Config) -> bool:
-    """Whether the old policy is the policy itself in every update."""
-    return config.trainer.old_policy == "auto" and config.trainer.updates_per_batch == 1
+def ratio_keys_at_rest(config: Config, recipe: Recipe) -> str | None:
+    """That the recipe's clips cannot act, where the old policy is the policy in every update."""
+    ratio_is_one = config.trainer.old_policy == "auto" and config.trainer.updates_per_batch == 1
+    if not ratio_is_one or not recipe.ratio_keys:
+        return None
+    return (
+        f"recipe.{' and '.join(recipe.ratio_keys)} cannot act: with one update per batch "
+        "(trainer.updates_per_batch=1, trainer.old_policy=auto) the ratio is 1; they act with "
+        "trainer.updates_per_batch above 1 or trainer.old_policy=lagged"
+    )
 
 
 def notices(config: Config, recipe: Recipe) -> list[str]:
@@ -202,12 +209,8 @@ def notices(config: Config, recipe: Recipe) -> list[str]:
             f"{config.recipe.name}, as it is set, makes advantages of each reward by itself, which "
             "it does not reach; use recipe.mask_truncated=true"
         )
-    if _ratio_is_one(config) and recipe.ratio_keys:
-        said.append(
-            f"recipe.{' and '.join(recipe.ratio_keys)} cannot act: with one update per batch "
-            "(trainer.updates_per_batch=1, trainer.old_policy=auto) the ratio is 1; they act with "
-            "trainer.updates_per_batch above 1 or trainer.old_policy=lagged"
-        )
+    if (at_rest := ratio_keys_at_rest(config, recipe)) is not None:
+        said.append(at_rest)
     if not recipe.has_ratio and config.trainer.updates_per_batch > 1:
         said.append(
             f"trainer.updates_per_batch: recipe {config.recipe.name} has no ratio to the old "

@@ -121,6 +121,10 @@ def test_sharing_is_bounded_by_the_tokens_that_it_saves() -> None:
     separate, shared = shared_prompt_rows(runs, [])
     assert separate.bound == 1 and shared.bound == pytest.approx(400 / 160)
     assert shared.ratio == pytest.approx(1.5) and shared.more == {"training_ratio": 3}
+    verl, *own = shared_prompt_rows(runs, [Baseline("verl", 11.0)])
+    assert own == [separate, shared]
+    assert (verl.tpspd, verl.bound) == (11, None)
+    assert verl.ratio == pytest.approx(11 / (400 / 9 / 2))
 
 
 def test_startup_is_measured_from_the_first_request(tmp_path: Path) -> None:

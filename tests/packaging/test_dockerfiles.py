@@ -86,8 +86,15 @@ def test_extras_are_ours():
     declared = set(
         re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text(), re.MULTILINE)
     )
-    named = [n for v in values(TRAINER, "ENV") for n in re.findall(r"EXTRAS=(\S+)", v)]
+    named = trainer_extras()
     assert len(named) == 2 and {extra for each in named for extra in each.split(",")} <= declared
+    # a run in either image has its report, and can be scraped
+    assert all({"report", "prometheus"} <= set(each.split(",")) for each in named)
+
+
+def trainer_extras() -> list[str]:
+    """Of the image for a CPU, and of that for CUDA."""
+    return [n for v in values(TRAINER, "ARG") for n in re.findall(r"^EXTRAS=(\S+)", v)]
 
 
 def test_the_server_s_own_image_is_of_the_pinned_version():
@@ -168,7 +175,8 @@ def test_the_trainer_is_installed_by_its_lines(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     path = f"{environment / 'bin'}:/usr/bin:/bin"
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST"))}
-    variables |= {"PATH": path, "EXTRAS": "hub", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    variables |= {"PATH": path, "EXTRAS": trainer_extras()[0], "DS_ACCELERATOR": "cpu"}
+    variables["HF_HUB_OFFLINE"] = "1"
 
     def run(line: str, folder: Path) -> str:
         command = ["/bin/sh", "-ec", line]
@@ -183,6 +191,7 @@ def test_the_trainer_is_installed_by_its_lines(tmp_path):
     shutil.rmtree(source)
     assert run("easyrl --version", work).startswith("easyrl ")
     assert "easyrl.demo" in run("python -m easyrl.demo --help", work)
+    run("python -c 'import easyrl.report.page, prometheus_client'", work)
     assert "learning_rate" in run(
         "python -m easyrl.demo.task --output data && cat configs/demo.yaml", work
     )

@@ -17,10 +17,18 @@ class BackgroundTracker:
 
     What fails there is raised by the next call. Raises ``BufferError`` where the service is too far
     behind, at the end of the run too; what waits is not logged then.
+
+    ``left_out`` is called with a report for which there is no room.
     """
 
-    def __init__(self, tracker: Tracker, *, close_s: float = CLOSE_S) -> None:
-        self._tracker, self._close_s = tracker, close_s
+    def __init__(
+        self,
+        tracker: Tracker,
+        *,
+        left_out: Callable[[int, dict[str, float]], object] = lambda step, metrics: None,
+        close_s: float = CLOSE_S,
+    ) -> None:
+        self._tracker, self._left_out, self._close_s = tracker, left_out, close_s
         self._waiting = queue.Queue[Callable[[], None] | None](MOST_WAITING)
         self._problems = queue.SimpleQueue[Exception]()
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
@@ -28,16 +36,16 @@ class BackgroundTracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         told = dict(metrics)  # others are given the same object
-        self._put(lambda: self._tracker.log(step, told))
+        self._put(lambda: self._tracker.log(step, told), if_full=lambda: self._left_out(step, told))
 
     def note(self, name: str, text: str) -> None:
         self._put(lambda: self._tracker.note(name, text))
 
     def close(self) -> None:
-        """Waits for what was logged, for so long as it may."""
+        """Waits for what was logged, for so long as it may, also where something has failed."""
         if self._thread.is_alive():
-            self._put(self._tracker.close)
-            self._put(None)
+            self._queue(self._tracker.close)
+            self._queue(None)
             self._thread.join(self._close_s)
             if self._thread.is_alive():
                 raise BufferError(
@@ -46,14 +54,20 @@ class BackgroundTracker:
                 )
         self._raise_problem()
 
-    def _put(self, call: Callable[[], None] | None) -> None:
+    def _put(self, call: Callable[[], None], if_full: Callable[[], object] = lambda: None) -> None:
+        self._queue(call, if_full)
+        self._raise_problem()
+
+    def _queue(
+        self, call: Callable[[], None] | None, if_full: Callable[[], object] = lambda: None
+    ) -> None:
         try:
             self._waiting.put_nowait(call)
         except queue.Full:
+            if_full()
             raise BufferError(
                 f"the service is {MOST_WAITING} reports behind; metrics.jsonl has what is left out"
             ) from None
-        self._raise_problem()
 
     def _raise_problem(self) -> None:
         if not self._problems.empty():

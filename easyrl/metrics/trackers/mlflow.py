@@ -11,9 +11,11 @@ from typing import Any
 
 from easyrl.config.secrets import dotted, leaves
 from easyrl.metrics.trackers.base import tracker_package
+from easyrl.metrics.trackers.ending import RunEnding
 from easyrl.metrics.trackers.state import TrackerState
 
 FILE = "mlflow.db"  # in the run's folder, where no server is named
+STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 MOST_CHARACTERS = 6000  # of a parameter
 MOST_METRICS, MOST_PARAMETERS = 1000, 100  # of one request
 
@@ -33,7 +35,9 @@ class MlflowTracker:
         directory: Path,
         config: dict[str, Any],
         state: TrackerState,
+        ending: RunEnding,
     ) -> None:
+        self._ending = ending
         self._mlflow = tracker_package("mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory.resolve() / FILE}"
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
@@ -64,7 +68,7 @@ class MlflowTracker:
         self._client.set_tag(self._run_id, name, text)
 
     def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+        self._client.set_terminated(self._run_id, status=STATUSES[self._ending.state])
 
     def _log_parameters(self, config: dict[str, Any]) -> None:
         entries = [

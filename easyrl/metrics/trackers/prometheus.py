@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +12,8 @@ from typing import Any
 from easyrl.metrics.names import declared
 from easyrl.metrics.step_progress import StepProgress
 from easyrl.metrics.trackers.base import tracker_package
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "easyrl_"
 
@@ -21,10 +25,10 @@ class PrometheusTracker:
     not have keeps its last value; ``easyrl_step`` is the last step that was reported.
 
     Args:
-        port: 0: any free one.
+        port: 0: any free one; the log has the address.
         look: where the open step is; asked whenever somebody reads.
 
-    Raises ``OSError`` where the port is taken.
+    Raises ``OSError`` where it cannot listen, with key and remedy.
     """
 
     def __init__(
@@ -40,12 +44,14 @@ class PrometheusTracker:
         self._lock = threading.Lock()
         registry = package.CollectorRegistry()
         registry.register(self)
-        self._server, self._thread = package.start_http_server(port, host, registry)
-
-    @property
-    def port(self) -> int:
-        """Where it is read."""
-        return int(self._server.server_port)
+        try:
+            self._server, self._thread = package.start_http_server(port, host, registry)
+        except OSError as error:
+            raise OSError(error.errno, _cannot_listen(host, port, error)) from error
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._server.server_port}/metrics"
+        # a warning, as all that a run says of itself: others are shown by nobody's settings
+        logger.warning("prometheus: metrics are at %s", self.url)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         with self._lock:
@@ -95,6 +101,18 @@ class PrometheusTracker:
 def gauge_name(name: str) -> str:
     """As Prometheus writes names: letters, digits and ``_``."""
     return PREFIX + re.sub(r"[^A-Za-z0-9_]", "_", name)
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"metrics.prometheus_port: {port} is in use at {host}, maybe by another run; set a "
+            "free one, or 0 for any, which the log then says"
+        )
+    return (
+        f"metrics.prometheus_host, metrics.prometheus_port: {host}:{port} cannot be listened at "
+        f"({error.strerror}); name an address of this machine, and a port above 1023"
+    )
 
 
 def _of_open_step(progress: StepProgress) -> dict[str, tuple[str, float]]:

@@ -21,6 +21,9 @@ class _Kept(msgspec.Struct):
     run_id: str | None = None
     last_step: int = -1
     last_evaluation: int = -1
+    # before these, that did not get there: a resumed run that takes them again logs them
+    missed_steps: list[int] = []
+    missed_evaluations: list[int] = []
 
 
 class TrackerState:
@@ -51,19 +54,33 @@ class TrackerState:
 
     def untold(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Those of ``metrics`` that an attempt before has not logged already."""
+        kept = self._kept
+        is_new = step > kept.last_step or step in kept.missed_steps
+        is_new_late = step > kept.last_evaluation or step in kept.missed_evaluations
         return {
             name: value
             for name, value in metrics.items()
-            if step > (self._kept.last_evaluation if _is_late(name) else self._kept.last_step)
+            if (is_new_late if _is_late(name) else is_new)
         }
 
     def told(self, step: int, metrics: dict[str, float]) -> None:
-        """``metrics`` are logged. Raises ``OSError`` naming the file."""
+        """The service has ``metrics``. Raises ``OSError`` naming the file."""
+        kept = self._kept
         if any(_is_late(name) for name in metrics):
-            self._kept.last_evaluation = step
+            kept.last_evaluation = max(step, kept.last_evaluation)
+            kept.missed_evaluations = [each for each in kept.missed_evaluations if each != step]
         if not all(_is_late(name) for name in metrics):
-            self._kept.last_step = step
+            kept.last_step = max(step, kept.last_step)
+            kept.missed_steps = [each for each in kept.missed_steps if each != step]
         self._write()
+
+    def missed(self, step: int, metrics: dict[str, float]) -> None:
+        """The service has not got ``metrics``; in the file with the next ones that it gets."""
+        kept, untold = self._kept, self.untold(step, metrics)
+        if any(_is_late(name) for name in untold):
+            kept.missed_evaluations = sorted({*kept.missed_evaluations, step})
+        if not all(_is_late(name) for name in untold):
+            kept.missed_steps = sorted({*kept.missed_steps, step})
 
     def _write(self) -> None:
         self._file.parent.mkdir(exist_ok=True)
@@ -81,7 +98,11 @@ class ContinuedTracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if metrics := self._state.untold(step, metrics):
-            self._tracker.log(step, metrics)
+            try:
+                self._tracker.log(step, metrics)
+            except Exception:  # of whatever library
+                self._state.missed(step, metrics)
+                raise
             self._state.told(step, metrics)
 
     def note(self, name: str, text: str) -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from easyrl.metrics.trackers.base import tracker_package
+from easyrl.metrics.trackers.ending import RunEnding
 from easyrl.metrics.trackers.state import TrackerState
+
+STATES = {"finished": "success", "failed": "crashed", "stopped": "aborted"}
 
 
 class SwanlabTracker:
@@ -27,7 +30,9 @@ class SwanlabTracker:
         directory: Path,
         config: dict[str, Any],
         state: TrackerState,
+        ending: RunEnding,
     ) -> None:
+        self._ending = ending
         swanlab = tracker_package("swanlab")
         run_id = state.run_id or secrets.token_hex(10)
         interrupt = signal.getsignal(signal.SIGINT)
@@ -50,4 +55,4 @@ class SwanlabTracker:
         self._run.config.update({name: text})
 
     def close(self) -> None:
-        self._run.finish()
+        self._run.finish(STATES[self._ending.state], error=self._ending.problem or None)

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from easyrl.metrics.trackers.base import tracker_package
+from easyrl.metrics.trackers.ending import RunEnding
 from easyrl.metrics.trackers.state import TrackerState
 
+# W&B shows 255 as killed: its own hook says so of Ctrl-C
+EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 255}
 STEP = "step"  # the axis of all charts: an evaluation comes later than other metrics of its step
 
 
@@ -26,8 +29,10 @@ class WandbTracker:
         directory: Path,
         config: dict[str, Any],
         state: TrackerState,
+        ending: RunEnding,
         samples: tuple[Sequence[str], Callable[[int], list[list[Any]]]] | None = None,
     ) -> None:
+        self._ending = ending
         self._samples, self._wandb = samples, tracker_package("wandb")
         run_id = state.run_id or secrets.token_hex(4)
         self._run = self._wandb.init(
@@ -55,4 +60,4 @@ class WandbTracker:
         self._run.summary[name] = text
 
     def close(self) -> None:
-        self._run.finish()
+        self._run.finish(exit_code=EXIT_CODES[self._ending.state])

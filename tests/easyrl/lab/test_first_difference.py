@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from easyrl.__main__ import command_line
 from easyrl.lab.first_difference import Difference, RunsDiffer, first_difference
+from easyrl.ledger import recorded_run
 from easyrl.ledger.recorded_run import RecordedRun
+from easyrl.metrics.trackers import read_metrics
 from easyrl.schema import Completion, RolloutGroup, Score, ServedWeights
 from tests.easyrl.ledger.certified_run import NUM_TOKENS, CertifiedRun, G
 
@@ -145,6 +147,21 @@ def test_a_metric(tmp_path: Path) -> None:
 def test_a_metric_that_is_not_finite(tmp_path: Path) -> None:
     difference = compared(tmp_path, losses=(None, 0.25, 0.125)).difference
     assert (difference.step, difference.one, difference.other) == (1, 0.5, None)
+
+
+def test_metrics_are_read_once_for_all_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reading for each batch would be quadratic: minutes for a run of 10,000 steps."""
+    read: list[Path] = []
+
+    def noted(file: Path) -> list[dict[str, float]]:
+        read.append(file)
+        return read_metrics(file)
+
+    monkeypatch.setattr(recorded_run, "read_metrics", noted)
+    assert compared(tmp_path).num_batches == 3
+    assert read == [tmp_path / "one/metrics.jsonl", tmp_path / "two/metrics.jsonl"]
 
 
 def test_other_weights_come_before_what_they_sampled(tmp_path: Path) -> None:

@@ -40,9 +40,18 @@ def test_a_weight_that_only_one_trains_counts_as_zero() -> None:
 
 
 def test_an_update_has_its_norm_and_what_is_not_shown_is_left_out() -> None:
-    own = Measured((), {"loss": 1.0, "time/step_s": 2.0}, tensors(0), tensors(2))
-    other = Measured(("a=1",), {"loss": 3.0}, tensors(1), tensors(3))
+    own = Measured((), {"loss": 1.0, "time/step_s": 2.0}, [tensors(0)], tensors(2))
+    other = Measured(("a=1",), {"loss": 3.0}, [tensors(1)], tensors(3))
     row = compare(own, other)
     assert row.update_norm == pytest.approx(float(np.linalg.norm(flat(tensors(3)))), rel=1e-12)
     assert row.metrics == {"loss": 3.0} and compare(own, own).metrics == {"loss": 1.0}
     assert row.update_cosine == cosine(own.update, other.update)
+
+
+def test_further_updates_have_cosines_of_their_own_as_many_as_both_have() -> None:
+    own = Measured((), {}, [tensors(0), tensors(1), tensors(2)], tensors(3))
+    other = Measured(("a=1",), {}, [tensors(0), tensors(2)], tensors(3))
+    row = compare(own, other)
+    assert row.gradient_cosine == pytest.approx(1)  # as of a clip, which acts behind the first
+    assert row.later_cosines == [cosine(tensors(1), tensors(2))]
+    assert compare(own, own).later_cosines == pytest.approx([1, 1])

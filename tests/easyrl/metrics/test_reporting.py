@@ -9,6 +9,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from rich.text import Text
 
-from easyrl.build.trackers import trackers_of
+from easyrl.build.trackers import open_trackers, trackers_of
 from easyrl.config import EvaluationConfig, EvaluationSetConfig
 from easyrl.config.metrics import MetricsConfig
 from easyrl.config.samples import SamplesConfig
@@ -27,6 +28,7 @@ from easyrl.metrics.event_log import EventLog, read_events
 from easyrl.metrics.plot import plot_reward_curve
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.trackers import JsonlTracker, OptionalTracker, read_metrics
+from easyrl.metrics.trackers.ending import RunEnding
 from easyrl.metrics.trackers.state import TrackerState
 from easyrl.metrics.trackers.tensorboard import TensorBoardTracker
 from easyrl.metrics.trackers.wandb import WandbTracker
@@ -37,6 +39,7 @@ from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     Completion,
     Exclusion,
+    InterruptedRun,
     PeerOutage,
     PolicyVersion,
     Progress,
@@ -614,13 +617,33 @@ def test_only_the_file_of_metrics_can_end_a_run(can_open, tmp_path):
         metrics=MetricsConfig(),
         evaluation=None,
     )
-    trackers = trackers_of(config, tmp_path, Progress(), 3, look=None)
+    trackers = trackers_of(config, tmp_path, Progress(), 3, look=None, ending=RunEnding())
     kinds = [type(tracker) for tracker in trackers]
     for tracker in trackers[:2]:
         tracker.log(0, {"loss": 1.0})
     for tracker in trackers:
         tracker.close()
     assert kinds == [JsonlTracker, OptionalTracker, OptionalTracker]
+
+
+def test_trackers_are_closed_once_it_is_known_how_the_run_ends(tmp_path, monkeypatch):
+    seen = []
+
+    def opened_trackers(config, output, progress, total_steps, look, ending):
+        class Closing:
+            def close(self):
+                seen.append(ending.state)
+
+        return [Closing()]
+
+    monkeypatch.setattr("easyrl.build.trackers.trackers_of", opened_trackers)
+    with pytest.raises(InterruptedRun), ExitStack() as opened:
+        run = SimpleNamespace(
+            ranks=Ranks.data_parallel(0, 1), config=None, output=tmp_path, opened=opened
+        )
+        open_trackers(run, None, Progress(), 3, look=None)
+        raise InterruptedRun("stopped, saved", status=0)
+    assert seen == ["stopped"]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -665,8 +688,8 @@ def wandb_calls(monkeypatch):
         def log(self, row):
             calls.append(row)
 
-        def finish(self):
-            calls.append("finish")
+        def finish(self, exit_code):
+            calls.append(("finish", exit_code))
 
     class FakeWandb:
         @staticmethod
@@ -687,12 +710,13 @@ def wandb_calls(monkeypatch):
 def test_wandb_gets_steps_by_name_and_goes_on_in_its_run(tmp_path, wandb_calls):
     calls, summary = wandb_calls
     for _ in range(2):
-        tracker = WandbTracker("project", "name", tmp_path, {}, TrackerState(tmp_path, "wandb"))
+        state = TrackerState(tmp_path, "wandb")
+        tracker = WandbTracker("project", "name", tmp_path, {}, state, RunEnding())
         tracker.log(3, {"loss": 1.0})
         tracker.note("certificate", "ab12")
         tracker.close()
     assert summary == {"certificate": "ab12"}
-    assert calls[1:3] == [{"step": 3, "loss": 1.0}, "finish"]
+    assert calls[1:3] == [{"step": 3, "loss": 1.0}, ("finish", 0)]
     (project, run_id, resume), again = calls[0], calls[3]
     assert (project, resume) == ("project", "allow") and run_id
     assert again == calls[0]
@@ -703,7 +727,7 @@ def test_wandb_gets_a_table_of_the_steps_that_have_one(tmp_path, wandb_calls):
     rows = {4: [[4, "text"]]}
     samples = ("step", "text"), lambda step: rows.get(step, [])
     state = TrackerState(tmp_path, "wandb")
-    tracker = WandbTracker("project", "name", tmp_path, {}, state, samples)
+    tracker = WandbTracker("project", "name", tmp_path, {}, state, RunEnding(), samples)
     for step in (3, 4):
         tracker.log(step, {"loss": 1.0})
     table = "table", ["step", "text"], [[4, "text"]]

@@ -6,6 +6,7 @@ from urllib.request import urlopen
 import pytest
 
 from easyrl.metrics.step_progress import StepProgress
+from easyrl.metrics.trackers.optional import OptionalTracker
 from easyrl.metrics.trackers.prometheus import PrometheusTracker, gauge_name
 from tests.easyrl.metrics.trackers.packages import package
 
@@ -21,7 +22,7 @@ def tracker():
 
 def scraped(tracker):
     """Value by name and labels."""
-    with urlopen(f"http://127.0.0.1:{tracker.port}/metrics", timeout=10) as answer:
+    with urlopen(tracker.url, timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     told = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
     return {name: float(value) for name, value in told}, lines
@@ -54,13 +55,37 @@ def test_two_runs_of_one_process_do_not_share_gauges(tracker):
     assert not any("loss" in name or "open_step" in name for name in values)
 
 
-def test_a_port_that_is_taken_is_an_error_of_the_system():
+def test_the_log_says_where_it_is_read(caplog):
+    package("prometheus_client")
+    tracker = PrometheusTracker("a-run", "127.0.0.1", 0, None)
+    assert f"metrics are at {tracker.url}" in caplog.text
+    scraped(tracker)
+    tracker.close()
+    assert not tracker.url.endswith(":0/metrics")
+
+
+def test_a_port_that_is_taken_is_told_of_with_key_and_remedy(caplog):
+    """The run goes on."""
     package("prometheus_client")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(OSError):
-            PrometheusTracker("a-run", "127.0.0.1", taken.getsockname()[1], None)
+        port = taken.getsockname()[1]
+        tracker = OptionalTracker(
+            "prometheus", lambda: PrometheusTracker("a-run", "127.0.0.1", port, None)
+        )
+        tracker.log(1, {"loss": 1.0})
+        tracker.close()
+    assert f"metrics.prometheus_port: {port} is in use at 127.0.0.1" in caplog.text
+    assert "set a free one, or 0 for any" in caplog.text and "the run goes on" in caplog.text
+
+
+def test_an_address_that_is_not_this_machines_is_told_of():
+    package("prometheus_client")
+    with pytest.raises(
+        OSError, match=r"metrics\.prometheus_host.*192\.0\.2\.1:0 cannot be listened"
+    ):
+        PrometheusTracker("a-run", "192.0.2.1", 0, None)
 
 
 def test_names_as_prometheus_takes_them():

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from easyrl.metrics.trackers.background import BackgroundTracker
+from easyrl.metrics.trackers.ending import RunEnding
 from easyrl.metrics.trackers.mlflow import MlflowTracker, mlflow_name
 from easyrl.metrics.trackers.state import ContinuedTracker, TrackerState
 from easyrl.metrics.trackers.swanlab import SwanlabTracker
 from easyrl.metrics.trackers.trackio import TrackioTracker
 from easyrl.metrics.trackers.wandb import WandbTracker
+from easyrl.schema import InterruptedRun
 from tests.easyrl.metrics.trackers.packages import package
 
 CONFIG = {"trainer": {"batch_size": 8}, "rewards": [{"name": "math"}]}
@@ -26,35 +28,49 @@ REWARDS = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 103.0)]  # step 2 keeps the first a
 ACCURACIES = [(1, 0.25), (2, 0.5)]
 
 
-def run_twice(name, output, open_tracker):
-    """Its evaluations come behind their steps, that of step 2 after the second start."""
+def run_twice(name, output, open_tracker, error=None, *, on_thread=False):
+    """Its evaluations come behind their steps, that of step 2 after the second start, which
+    ``error`` ends."""
     ids = []
     for attempt, steps in enumerate(((0, 1, 2), (2, 3))):
-        state = TrackerState(output, name)
-        tracker = ContinuedTracker(open_tracker(state), state)
+        state, ending = TrackerState(output, name), RunEnding()
+        tracker = ContinuedTracker(open_tracker(state, ending), state)
+        if on_thread:
+            tracker = BackgroundTracker(tracker, left_out=state.missed)
         ids.append(state.run_id)
         for step in steps:
             tracker.log(step, {"reward/mean": step + 100.0 * attempt, "loss": 1.0})
             if (step, attempt) in ((1, 0), (2, 1)):
                 tracker.log(step, {"eval/avg@8": 0.25 * step})
         tracker.note("certificate", f"ab{attempt}")
+        if attempt == 1 and error is not None:
+            ending.take(type(error), error, None)
         tracker.close()
     assert ids[0] == ids[1] is not None
 
 
-def test_mlflow_has_one_run_with_each_step_once(tmp_path, monkeypatch):
+STOPPED = InterruptedRun("stopped, a checkpoint is saved", status=0)
+FAILED = RuntimeError("the run has failed")
+
+
+@pytest.mark.parametrize(
+    "error, status", [(None, "FINISHED"), (STOPPED, "KILLED"), (FAILED, "FAILED")]
+)
+def test_mlflow_has_one_run_with_each_step_once(error, status, tmp_path, monkeypatch):
     mlflow = package("mlflow")
     package("sqlalchemy")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run_twice(
         "mlflow",
         tmp_path,
-        lambda s: BackgroundTracker(MlflowTracker("a-project", "a-run", tmp_path, CONFIG, s)),
+        lambda s, e: MlflowTracker("a-project", "a-run", tmp_path, CONFIG, s, e),
+        error,
+        on_thread=True,
     )
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     experiment = client.get_experiment_by_name("a-project")
     (run,) = client.search_runs([experiment.experiment_id])
-    assert (run.info.run_name, run.info.status) == ("a-run", "FINISHED")
+    assert (run.info.run_name, run.info.status) == ("a-run", status)
     assert run.data.params == {"trainer.batch_size": "8", "rewards_0_.name": "math"}
     assert run.data.tags["certificate"] == "ab1"
 
@@ -74,7 +90,7 @@ def test_names_as_mlflow_takes_them():
 def test_trackio_has_one_run_with_each_step_once(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by its import
     storage = package("trackio.sqlite_storage").SQLiteStorage
-    run_twice("trackio", tmp_path, lambda s: TrackioTracker("a-project", "a-run", CONFIG, s))
+    run_twice("trackio", tmp_path, lambda s, e: TrackioTracker("a-project", "a-run", CONFIG, s))
     (run,) = storage.get_runs("a-project")
     assert run.startswith("a-run-")
     logs = storage.get_logs("a-project", run)
@@ -86,14 +102,16 @@ def test_trackio_has_one_run_with_each_step_once(tmp_path, monkeypatch):
     assert history("eval/avg@8") == ACCURACIES
 
 
-def test_wandb_has_rows_of_one_run_with_each_step_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error, exit_code", [(None, 0), (STOPPED, 255), (FAILED, 1)])
+def test_wandb_has_rows_of_one_run_with_each_step_once(error, exit_code, tmp_path, monkeypatch):
     package("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    run_twice("wandb", tmp_path, lambda s: WandbTracker("a-project", "a-run", tmp_path, CONFIG, s))
+    opener = lambda s, e: WandbTracker("a-project", "a-run", tmp_path, CONFIG, s, e)  # noqa: E731
+    run_twice("wandb", tmp_path, opener, error)
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len({file.name for file in files}) == 1 and len(files) == 2
-    rows, configured = [], {}
+    rows, configured, exit_codes = [], {}, []
     for file in files:
         for record in wandb_records(file):
             if record.HasField("history"):
@@ -101,6 +119,8 @@ def test_wandb_has_rows_of_one_run_with_each_step_once(tmp_path, monkeypatch):
                     item.key or ".".join(item.nested_key): item for item in record.history.item
                 }
                 rows.append({key: json.loads(item.value_json) for key, item in items.items()})
+            if record.HasField("exit"):
+                exit_codes.append(record.exit.exit_code)
             if record.HasField("run"):
                 configured |= {u.key: json.loads(u.value_json) for u in record.run.config.update}
 
@@ -110,6 +130,7 @@ def test_wandb_has_rows_of_one_run_with_each_step_once(tmp_path, monkeypatch):
     assert history("reward/mean") == REWARDS
     assert history("eval/avg@8") == ACCURACIES
     assert configured["trainer"] == {"batch_size": 8}
+    assert sorted(exit_codes) == sorted([0, exit_code])  # files of one second are in any order
 
 
 def wandb_records(file: Path) -> list[Any]:
@@ -139,35 +160,50 @@ def log_records(file: Path) -> Iterator[bytes]:
             whole = b""
 
 
-def test_swanlab_has_each_step_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error, ended",
+    [
+        (None, ("FINISHED", "")),
+        (STOPPED, ("ABORTED", "")),
+        (FAILED, ("CRASHED", "RuntimeError: the run has failed")),
+    ],
+)
+def test_swanlab_has_each_step_once(error, ended, tmp_path, monkeypatch):
     """Without a network in two experiments of one id."""
     package("swanlab")
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     before = signal.getsignal(signal.SIGINT)
-    opener = lambda s: SwanlabTracker("a-project", "a-run", tmp_path, CONFIG, s)  # noqa: E731
-    run_twice("swanlab", tmp_path, opener)
+    opener = lambda s, e: SwanlabTracker("a-project", "a-run", tmp_path, CONFIG, s, e)  # noqa: E731
+    run_twice("swanlab", tmp_path, opener, error)
     assert signal.getsignal(signal.SIGINT) is before
     files = sorted(tmp_path.glob("swanlab/run-*/run-*.swanlab"))
     assert len({file.name for file in files}) == 1 and len(files) == 2
-    found = [line for file in files for line in swanlab_scalars(file)]
-    assert [(step, value) for key, step, value in found if key == "reward/mean"] == REWARDS
-    assert [(step, value) for key, step, value in found if key == "eval/avg@8"] == ACCURACIES
+    found = [record for file in files for record in swanlab_records(file)]
+    scalars = [record.scalar for record in found if record.HasField("scalar")]
+
+    def history(key):
+        return [(each.step, each.value.number) for each in scalars if each.key == key]
+
+    assert history("reward/mean") == REWARDS
+    assert history("eval/avg@8") == ACCURACIES
+    states = package("swanlab.proto.swanlab.run.v1.run_pb2").RunState
+    ends = [record.finish for record in found if record.HasField("finish")]
+    told = [(states.Name(end.state).removeprefix("RUN_STATE_"), end.error) for end in ends]
+    assert sorted(told) == sorted([("FINISHED", ""), ended])
 
 
-def swanlab_scalars(file: Path) -> Iterator[tuple[str, int, float]]:
-    """Key, step and value of an offline experiment's file."""
+def swanlab_records(file: Path) -> Iterator[Any]:
+    """Of an offline experiment."""
     kind = package("swanlab.proto.swanlab.record.v1.record_pb2").Record
-    for record in map(kind.FromString, log_records(file)):
-        if record.HasField("scalar"):
-            yield record.scalar.key, record.scalar.step, record.scalar.value.number
+    return map(kind.FromString, log_records(file))
 
 
 def test_a_tracker_without_its_package_names_the_extra(tmp_path, monkeypatch):
     openers = {
-        "wandb": lambda s: WandbTracker("p", "n", tmp_path, {}, s),
+        "wandb": lambda s: WandbTracker("p", "n", tmp_path, {}, s, RunEnding()),
         "trackio": lambda s: TrackioTracker("p", "n", {}, s),
-        "mlflow": lambda s: MlflowTracker("p", "n", tmp_path, {}, s),
-        "swanlab": lambda s: SwanlabTracker("p", "n", tmp_path, {}, s),
+        "mlflow": lambda s: MlflowTracker("p", "n", tmp_path, {}, s, RunEnding()),
+        "swanlab": lambda s: SwanlabTracker("p", "n", tmp_path, {}, s, RunEnding()),
     }
     for name, opener in openers.items():
         monkeypatch.setitem(sys.modules, name, None)

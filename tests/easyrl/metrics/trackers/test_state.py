@@ -1,12 +1,21 @@
 """A resumed run logs no step twice; a slow or broken service delays and ends nothing."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 
+from easyrl.metrics.trackers import background
 from easyrl.metrics.trackers.background import MOST_WAITING, BackgroundTracker
+from easyrl.metrics.trackers.ending import RunEnding
 from easyrl.metrics.trackers.state import ContinuedTracker, TrackerState
+from easyrl.schema import NEEDS_CHANGE, EndedBySignal, InterruptedRun
+from tests.waiting import wait_until
 
 
 class Told:
@@ -17,6 +26,10 @@ class Told:
 
     def log(self, step, metrics):
         self.calls.append((step, metrics))
+
+    @property
+    def steps(self):
+        return [call[0] for call in self.calls if isinstance(call[0], int)]
 
     def note(self, name, text):
         self.calls.append((name, text))
@@ -113,3 +126,146 @@ def test_what_fails_in_the_background_is_told_by_the_next_call():
     tracker.log(0, {})
     with pytest.raises(ConnectionError, match="no route"):
         tracker.close()
+
+
+class Down(Told):
+    """A service that has no answer for some steps."""
+
+    def __init__(self, *steps):
+        super().__init__()
+        self.down = set(steps)
+
+    def log(self, step, metrics):
+        if step in self.down:
+            raise ConnectionError("no route")
+        super().log(step, metrics)
+
+
+def in_background(output, service, *steps, **options):
+    """An attempt that a thread tells ``service`` of, as MLflow is told."""
+    state = TrackerState(output, "service")
+    tracker = BackgroundTracker(ContinuedTracker(service, state), left_out=state.missed, **options)
+    for step in steps:
+        with suppress(ConnectionError, BufferError):
+            tracker.log(step, {"loss": float(step)})
+    return tracker
+
+
+def test_a_failure_does_not_keep_the_end_from_waiting_for_what_is_queued(tmp_path):
+    class SlowAfter(Down):
+        def log(self, step, metrics):
+            if step == 2:
+                wait_until(lambda: closing)
+                time.sleep(0.2)
+            super().log(step, metrics)
+
+    service, closing = SlowAfter(1), []
+    tracker = in_background(tmp_path, service, 1)
+    wait_until(lambda: not tracker._problems.empty())
+    with pytest.raises(ConnectionError):
+        tracker.log(2, {"loss": 2.0})
+    tracker._problems.put(ConnectionError("once more"))
+    closing.append(True)
+    with pytest.raises(ConnectionError, match="once more"):
+        tracker.close()
+    assert service.calls[-1] == "closed" and service.steps == [2]
+
+
+def test_a_step_that_the_service_has_not_got_is_logged_by_the_resumed_run(tmp_path):
+    """Also where later ones have got there."""
+    with suppress(ConnectionError):
+        in_background(tmp_path, Down(2, 3), 1, 2, 3, 4).close()
+    resumed = Told()
+    in_background(tmp_path, resumed, 1, 2, 3, 4, 5).close()
+    assert resumed.steps == [2, 3, 5]
+    third = Told()
+    in_background(tmp_path, third, 2, 3, 4, 5, 6).close()
+    assert third.steps == [6]
+
+
+def test_an_earlier_failure_does_not_leave_a_later_step_unmarked(tmp_path):
+    service = Down(1)
+    tracker = in_background(tmp_path, service, 1)
+    wait_until(lambda: not tracker._problems.empty())
+    with pytest.raises(ConnectionError):  # of step 1; step 2 is in the queue
+        tracker.log(2, {"loss": 2.0})
+    tracker.close()
+    assert service.steps == [2]
+    resumed = Told()
+    in_background(tmp_path, resumed, 1, 2, 3).close()
+    assert resumed.steps == [1, 3]
+
+
+def test_what_there_was_no_room_for_is_logged_by_the_resumed_run(tmp_path, monkeypatch):
+    class Held(Told):
+        def log(self, step, metrics):
+            begun.set()
+            assert go_on.wait(20)
+            super().log(step, metrics)
+
+    monkeypatch.setattr(background, "MOST_WAITING", 2)
+    begun, go_on = threading.Event(), threading.Event()
+    service = Held()
+    tracker = in_background(tmp_path, service, 0)
+    assert begun.wait(10)
+    for step in (1, 2):
+        tracker.log(step, {"loss": 1.0})
+    with pytest.raises(BufferError):
+        tracker.log(3, {"loss": 1.0})
+    go_on.set()
+    wait_until(lambda: service.steps == [0, 1, 2])
+    tracker.close()
+    resumed = Told()
+    in_background(tmp_path, resumed, 2, 3, 4).close()
+    assert service.steps == [0, 1, 2] and resumed.steps == [3, 4]
+
+
+KILLED = """
+import os, sys, threading
+from pathlib import Path
+from tests.easyrl.metrics.trackers.test_state import Told, in_background
+
+class Hanging(Told):
+    def log(self, step, metrics):
+        if step == 2:
+            print("hangs", flush=True)
+            threading.Event().wait()
+
+in_background(Path(sys.argv[1]), Hanging(), 0, 1, 2, 3)
+threading.Event().wait()
+"""
+
+
+def test_a_killed_run_has_not_told_what_still_wait_until(tmp_path):
+    root = Path(__file__).resolve().parents[4]
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"hangs\n"
+        process.kill()
+    resumed = Told()
+    in_background(tmp_path, resumed, 0, 1, 2, 3, 4).close()
+    assert resumed.steps == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "error, state",
+    [
+        (None, "finished"),
+        (InterruptedRun("stopped, saved", status=0), "stopped"),
+        (EndedBySignal(143), "stopped"),
+        (KeyboardInterrupt(), "stopped"),
+        (InterruptedRun("all endpoints are down"), "failed"),
+        (InterruptedRun("a reward fails", status=NEEDS_CHANGE), "failed"),
+        (ZeroDivisionError("in a reward"), "failed"),
+    ],
+)
+def test_how_a_run_ends_is_known_when_trackers_close(error, state):
+    ending, seen = RunEnding(), []
+    with suppress(BaseException), ExitStack() as opened:
+        opened.callback(lambda: seen.append(ending.state))
+        opened.push(ending.take)
+        if error is not None:
+            raise error
+    assert seen == [state]
+    assert ending.problem == (f"{type(error).__name__}: {error}" if state == "failed" else "")
