@@ -74,20 +74,25 @@ def load_held_out(
 ) -> Mapping[str, Sequence[Prompt]]:
     """The prompts of each set. Raises as ``load_data``."""
     return {
-        name: load_data(each.data, tokenizer, f"{set_key(name)}.data", seed)
+        name: load_data(each.data, tokenizer, f"{set_key(name)}.data", seed, is_held_out=True)
         for name, each in evaluation.sets.items()
     }
 
 
 def load_data(
-    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, key: str, seed: int
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    key: str,
+    seed: int,
+    *,
+    is_held_out: bool = False,
 ) -> Sequence[Prompt]:
     """The prompts of one section, ``seed`` the run's.
 
     Raises ``ConfigError`` naming file, line and remedy.
     """
     try:
-        return load_prompts(config, tokenizer, source_key=key, seed=seed)
+        return load_prompts(config, tokenizer, source_key=key, seed=seed, is_held_out=is_held_out)
     except ValueError as error:
         said = str(error)
         raise ConfigError(said if said.startswith(key) else f"{key}: {said}") from error
