@@ -267,12 +267,13 @@ class Prompt:
     messages: Sequence[Mapping[str, Any]] | None = None  # the record's own chat; None: text
     # its answer's field: as the record has it, or as data.answer_pattern has found it
     answer_column: Mapping[str, Any] = field(default_factory=dict)
+    is_held_out: bool = False  # of a set that is evaluated and not trained
 
     def __reduce__(self) -> tuple[type[Prompt], tuple[Any, ...]]:
         """Pickled for each response that is scored: the dataclass's own way takes three times."""
         fields = self.index, self.token_ids, self.text, self.answer, self.epoch, self.metadata
         asked = self.location, self.system, self.messages, self.answer_column
-        return Prompt, (*fields, *asked)
+        return Prompt, (*fields, *asked, self.is_held_out)
 
     @property
     def key(self) -> Key:

@@ -28,6 +28,7 @@ def load_prompts(
     *,
     source_key: str = "data",
     seed: int = 0,
+    is_held_out: bool = False,
 ) -> Sequence[Prompt]:
     """Reads, maps and tokenises the first ``max_records`` records; ``prompts[i].index == i``.
 
@@ -74,7 +75,7 @@ def load_prompts(
         else:
             variants.append(
                 [
-                    _prompt(len(variants), question, ids)
+                    _prompt(len(variants), question, ids, is_held_out)
                     for question, ids in zip(questions, token_ids, strict=True)
                 ]
             )
@@ -84,7 +85,7 @@ def load_prompts(
     return tuple(prompt for (prompt,) in variants)
 
 
-def _prompt(index: int, question: Question, token_ids: list[int]) -> Prompt:
+def _prompt(index: int, question: Question, token_ids: list[int], is_held_out: bool) -> Prompt:
     return Prompt(
         index=index,
         token_ids=np.array(token_ids, dtype=np.int32),
@@ -95,6 +96,7 @@ def _prompt(index: int, question: Question, token_ids: list[int]) -> Prompt:
         system=question.system,
         messages=question.messages,
         answer_column=question.answer_column,
+        is_held_out=is_held_out,
     )
 
 

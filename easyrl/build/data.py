@@ -18,6 +18,7 @@ from easyrl.completion_check import Vocabulary
 from easyrl.config import ConfigError, DatasetConfig, EvaluationConfig, set_key
 from easyrl.dataloaders.prompts.dataset import PromptOrder, load_prompts
 from easyrl.dataloaders.prompts.template_values import every_variant
+from easyrl.environments.mixing import check_named
 from easyrl.rewards.functions import check_prompts
 from easyrl.runtime.collectives import on_rank_zero
 from easyrl.schema import Prompt
@@ -54,6 +55,7 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
     if evaluation is not None:
         held_out = load_held_out(evaluation, tokenizer, seed)
     possible = [each for given in (prompts, *held_out.values()) for each in every_variant(given)]
+    check_named(config.environments, possible)
     require_known_tokens(config, [prompt.token_ids for prompt in possible], vocabulary.size)
     if config.scoring.on_reward_error != "zero":
         on_rank_zero(run.collectives, lambda: check_prompts(config.rewards, possible))
@@ -72,20 +74,25 @@ def load_held_out(
 ) -> Mapping[str, Sequence[Prompt]]:
     """The prompts of each set. Raises as ``load_data``."""
     return {
-        name: load_data(each.data, tokenizer, f"{set_key(name)}.data", seed)
+        name: load_data(each.data, tokenizer, f"{set_key(name)}.data", seed, is_held_out=True)
         for name, each in evaluation.sets.items()
     }
 
 
 def load_data(
-    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, key: str, seed: int
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    key: str,
+    seed: int,
+    *,
+    is_held_out: bool = False,
 ) -> Sequence[Prompt]:
     """The prompts of one section, ``seed`` the run's.
 
     Raises ``ConfigError`` naming file, line and remedy.
     """
     try:
-        return load_prompts(config, tokenizer, source_key=key, seed=seed)
+        return load_prompts(config, tokenizer, source_key=key, seed=seed, is_held_out=is_held_out)
     except ValueError as error:
         said = str(error)
         raise ConfigError(said if said.startswith(key) else f"{key}: {said}") from error

@@ -28,6 +28,7 @@ from easyrl.doctor.memory import check_memory
 from easyrl.doctor.rewards import reward_finding
 from easyrl.doctor.space import disk_finding, weight_space_finding
 from easyrl.doctor.versions import check_versions
+from easyrl.environments.mixing import check_named
 from easyrl.inference_client.client import TensorShapes
 from easyrl.memory_plan.remedies import Load
 from easyrl.recipes.loading import load_recipe
@@ -110,6 +111,7 @@ class Diagnosis:
         self._vocabulary = policy_vocabulary(config, self._tokenizer)
         check_vocabularies(config, self._tokenizer, read_tokenizer)
         prompts = load_data(config.data, self._tokenizer, "data", config.run.seed)
+        check_named(config.environments, prompts)
         possible = [prompt.token_ids for prompt in every_variant(prompts)]
         require_known_tokens(config, possible, self._vocabulary.size)
         self._prompts = prompts

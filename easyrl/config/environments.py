@@ -53,7 +53,8 @@ class EnvironmentConfig(Section):
     num_hosts: PositiveInt = 1  # processes, of each rank
     start_timeout_s: PositiveFloat = 600.0  # for a process to load it
     idle_timeout_s: PositiveFloat = 300.0  # a rollout without a request for so long has hung
-    max_turns: PositiveInt = 16  # requests of a rollout; then it ends, as at the context's end
+    max_turns: PositiveInt = 16  # requests of a rollout; tools and openenv end behind the last, as
+    # at the context's end, others are refused the next: 400, code max_turns_exceeded
     history: HistoryMode = "keep"  # where a template would render an earlier turn otherwise than it
     # was sampled, as one that strips reasoning does: keep its tokens, or let it, in a new branch
 

@@ -110,10 +110,13 @@ class Client:
         return Generated(choice["token_ids"], logprobs, choice["finish_reason"])
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        # half of a surrogate pair, as in a file name that a tool found, is no text: "?" is sent
+        data = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
+        headers = {**self._headers, "Content-Type": "application/json"}
         for retry in range(MOST_RETRIES + 1):
             try:
                 async with self._connections.http().post(
-                    url, json=body, headers=self._headers
+                    url, data=data, headers=headers
                 ) as response:
                     return _checked(response.status, await response.read())
             except aiohttp.ClientConnectorError:

@@ -71,6 +71,7 @@ class Prompt:
     metadata: dict[str, Any]  # the record's other fields
     index: int  # its place in the data
     epoch: int
+    is_held_out: bool  # of a set that is evaluated and not trained
     seed: int  # of this rollout alone, the same when it is run again
     model: str  # name to ask the client for
 

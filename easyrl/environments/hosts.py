@@ -232,4 +232,5 @@ def _record(prompt: Prompt) -> dict[str, Any]:
         "metadata": dict(prompt.metadata),
         "index": prompt.index,
         "epoch": prompt.epoch,
+        "is_held_out": prompt.is_held_out,
     }

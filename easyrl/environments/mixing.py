@@ -4,10 +4,10 @@ resumed."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from easyrl.config import EnvironmentConfig
+from easyrl.config import ConfigError, EnvironmentConfig
 from easyrl.schema import Prompt
 
 FIELD = "environment"  # of a record
@@ -21,18 +21,8 @@ def environment_of(
 
     Raises ``ValueError`` if there is none of that name.
     """
-    if len(environments) == 1:
-        return environments[0]
-    named = prompt.metadata.get(FIELD)
-    if named is not None:
-        for environment in environments:
-            if environment.name == named:
-                return environment
-        names = ", ".join(environment.name for environment in environments)
-        raise ValueError(
-            f"{prompt.location or prompt.index}: its field {FIELD} names {named!r}; environments "
-            f"are {names}"
-        )
+    if (named := _named(prompt, environments)) is not None:
+        return named
     drawn = hashlib.sha256(f"{seed} {prompt.epoch} {prompt.index}".encode()).digest()
     share = int.from_bytes(drawn[:8], "big") / 2**64
     ends = list(accumulate(environment.weight for environment in environments))
@@ -40,3 +30,30 @@ def environment_of(
         if share * ends[-1] < end:
             return environment
     return environments[-1]
+
+
+def check_named(environments: Sequence[EnvironmentConfig], prompts: Iterable[Prompt]) -> None:
+    """Raises ``ConfigError``, with file and line, for a record that names none of them: at a run's
+    start, as it may be drawn hours later. Without environments the field is a record's own."""
+    if not environments:
+        return
+    for prompt in prompts:
+        try:
+            _named(prompt, environments)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
+def _named(prompt: Prompt, environments: Sequence[EnvironmentConfig]) -> EnvironmentConfig | None:
+    """The one that the record names; None: it names none."""
+    named = prompt.metadata.get(FIELD)
+    if named is None:
+        return None
+    for environment in environments:
+        if environment.name == named:
+            return environment
+    names = ", ".join(environment.name for environment in environments)
+    raise ValueError(
+        f"{prompt.location or prompt.index}: its field {FIELD} names {named!r:.200}; environments "
+        f"are {names}; correct the field, or remove it"
+    )

@@ -148,7 +148,7 @@ class GatewayChild(ReportingChild):
                 prompt_ids, asked.max_tokens, asked.stop, asked.stop_token_ids
             )
         except TurnRefused as error:
-            answer: Order = Refused(asked.number, error.status, str(error))
+            answer: Order = Refused(asked.number, error.status, str(error), error.code)
         else:
             answer = Answer.of(asked.number, made)
         if child is self.child:  # else it is a number of another process's

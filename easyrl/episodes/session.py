@@ -24,11 +24,11 @@ BAD_REQUEST, GONE, UNAVAILABLE = 400, 410, 503  # HTTP
 
 
 class TurnRefused(Exception):
-    """A turn that is not sampled; ``status`` is HTTP's."""
+    """A turn that is not sampled; ``status`` is HTTP's, ``code`` of OpenAI's error object."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code
 
 
 class SessionLost(RuntimeError):
@@ -95,7 +95,11 @@ class Session:
         if not self._is_open:
             raise TurnRefused(GONE, "the episode has ended")
         if self._num_turns >= self.max_turns:
-            raise TurnRefused(BAD_REQUEST, f"an episode has at most {self.max_turns} turns")
+            raise TurnRefused(
+                BAD_REQUEST,
+                f"an episode has at most {self.max_turns} turns (max_turns of its environment)",
+                "max_turns_exceeded",
+            )
         self._num_turns += 1
         if not self._running:
             self._sampling_since_s = time.monotonic()
@@ -118,7 +122,7 @@ class Session:
             self.records.append(TurnRecord(prompt_ids, completion))
             self.on_turn(self.records)
         except PromptTooLong as error:
-            raise TurnRefused(BAD_REQUEST, f"context_length_exceeded: {error.reason}") from None
+            raise TurnRefused(BAD_REQUEST, error.reason, "context_length_exceeded") from None
         except PromptRejected as error:
             raise TurnRefused(BAD_REQUEST, error.reason) from None
         except Exception as error:  # the run's: the sample raises it

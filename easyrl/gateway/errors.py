@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-CONTEXT_LENGTH = "context_length_exceeded"  # how the trainer's message begins, and OpenAI's code
-
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -38,9 +36,3 @@ class BadRequest(GatewayError):
 
     def __init__(self, param: str, problem: str, *, code: str | None = None) -> None:
         super().__init__(400, f"{param}: {problem}", param=param, code=code)
-
-
-def refusal(status: int, message: str) -> GatewayError:
-    """Of what the trainer's process did not sample."""
-    code = CONTEXT_LENGTH if message.startswith(CONTEXT_LENGTH) else None
-    return GatewayError(status, message, code=code)

@@ -71,6 +71,7 @@ class Refused(msgspec.Struct, array_like=True, tag=3, gc=False):
     number: int
     status: int  # HTTP's
     message: str
+    code: str | None = None  # of OpenAI's error object
 
 
 class Ready(msgspec.Struct, array_like=True, tag=0, gc=False):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from easyrl.gateway.errors import GatewayError, refusal
+from easyrl.gateway.errors import GatewayError
 from easyrl.gateway.messages import Answer, Ask, Refused
 from easyrl.gateway.requests import Limits
 from easyrl.schema import VersionSpan
@@ -66,7 +66,7 @@ class Questions:
         if isinstance(told, Answer):
             future.set_result(told)
         else:
-            future.set_exception(refusal(told.status, told.message))
+            future.set_exception(GatewayError(told.status, told.message, code=told.code))
 
     def end_of(self, session: str, error: GatewayError) -> None:
         """Nothing of ``session`` is waited for any more."""

@@ -7,14 +7,13 @@ formed is left as it is, with no calls: what a client is told was then nothing b
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 END_OF_REASONING, REASONING = "</think>", "<think>"
-_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_OPENED = "<tool_call>"
+_OPENED, _CLOSED = "<tool_call>", "</tool_call>"
+_BETWEEN_CALLS = "; \n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,8 @@ def tagged_calls(text: str, names: Collection[str]) -> Parsed:
     What is said before the end of reasoning is no call.
     """
     reasoning, said = _split_reasoning(text)
-    calls = [_call(_json(found)) for found in _TAGGED.findall(said)]
-    rest = _TAGGED.sub("", said)
+    tagged, rest = _split_tagged(said)
+    calls = [_call(_json(found)) for found in tagged]
     if not calls or None in calls or _OPENED in rest:
         return text, []
     return (reasoning + rest).rstrip(), [call for call in calls if call is not None]
@@ -57,7 +56,8 @@ def json_calls(text: str, names: Collection[str]) -> Parsed:
         if call is None or call.name not in names:
             return text, []
         calls.append(call)
-        at += len(said[at:]) - len(said[at:].lstrip("; \n"))
+        while at < len(said) and said[at] in _BETWEEN_CALLS:
+            at += 1
     return ("", calls) if calls else (text, [])
 
 
@@ -88,6 +88,20 @@ def _split_reasoning(text: str) -> tuple[str, str]:
     if not end and REASONING in text:
         return text, ""  # it has not ended
     return reasoning + end, said
+
+
+def _split_tagged(text: str) -> tuple[list[str], str]:
+    """What stands in tags, and all else. One pass: a model may repeat a tag without an end."""
+    tagged, rest, at = list[str](), list[str](), 0
+    while (opened := text.find(_OPENED, at)) >= 0:
+        begins = opened + len(_OPENED)
+        closed = text.find(_CLOSED, begins)
+        if closed < 0:
+            break
+        tagged.append(text[begins:closed])
+        rest.append(text[at:opened])
+        at = closed + len(_CLOSED)
+    return tagged, "".join([*rest, text[at:]])
 
 
 def _json(text: str) -> Any:

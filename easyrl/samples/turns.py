@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from easyrl.schema import JournalledTurn
 Decode = Callable[[Sequence[int]], str]  # token ids → text, special tokens too
 
 MOST_CALL_CHARACTERS = 120  # of a tool call in a heading; the whole stands in the text
-_SPECIAL_ENDS = re.compile(r"\s*(<\|[^|<>]*\|>|</s>)\s*\Z|\A\s*(<\|python_tag\|>)")
+_BEFORE_JSON = "<|python_tag|>"
 
 
 class ShownTurn(NamedTuple):
@@ -82,10 +81,32 @@ def tool_calls(text: str) -> list[ToolCall]:
     """What a sampled text calls, in either of the ways that the gateway reads."""
     _, calls = tagged_calls(text, ())
     if not calls:
-        while (short := _SPECIAL_ENDS.sub("", text)) != text:
-            text = short
-        _, calls = json_calls(text, _EveryName())
+        _, calls = json_calls(_without_special_ends(text), _EveryName())
     return calls
+
+
+def _without_special_ends(text: str) -> str:
+    """Without special tokens at its end, whitespace, and what some templates begin a call with.
+
+    One pass: a model may repeat a special token without an end.
+    """
+    start, end = 0, len(text)
+    while True:
+        while end > start and text[end - 1].isspace():
+            end -= 1
+        if text.endswith("</s>", start, end):
+            end -= len("</s>")
+            continue
+        opened = text.rfind("<|", start, end - 2) if text.endswith("|>", start, end) else -1
+        if opened < 0 or any(mark in text[opened + 2 : end - 2] for mark in "<|>"):
+            break
+        end = opened
+    while True:
+        while start < end and text[start].isspace():
+            start += 1
+        if not text.startswith(_BEFORE_JSON, start, end):
+            return text[start:end]
+        start += len(_BEFORE_JSON)
 
 
 class _EveryName:

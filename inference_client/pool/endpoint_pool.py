@@ -399,9 +399,10 @@ class EndpointPool(Fleet):
             if in_use:
                 raise PromptTooLong(
                     "inference.endpoints",
-                    f"a prompt of {num_prompt_tokens} tokens leaves no room for a response in a "
-                    f"context of {context} tokens; raise the servers' --max-model-len, or "
-                    "lower data.max_prompt_tokens",
+                    # clients of OpenAI's know a full context by its first words
+                    f"This model's maximum context length is {context} tokens, in which a prompt "
+                    f"of {num_prompt_tokens} leaves no room for a response; raise the servers' "
+                    "--max-model-len, or lower data.max_prompt_tokens",
                 )
             context = wanted  # nobody has said anything yet
         context = min(context, wanted)

@@ -463,7 +463,7 @@ async def test_a_prompt_is_too_long_only_if_it_is_for_every_endpoint():
     group[0].max_model_len, group[1].max_model_len = 3, 2
     async with pool_of(*group) as pool:
         await known(pool)
-        with pytest.raises(PromptTooLong, match="prompt of 3 tokens .* context of 3 tokens"):
+        with pytest.raises(PromptTooLong, match="context length is 3 tokens, .* a prompt of 3 "):
             await ask(pool, 0)
         assert (await sample(pool, OTHER, SAMPLING, 1)).endpoint == group[0].url
 

@@ -2,8 +2,9 @@
 
 It is driven through ``verifiers.load_environment(module, **args)`` and ``run_rollout``; reward and
 metrics are its rubric's. Its own sampling arguments are not sent: sampling is training's. A record
-with a field ``example_id`` is that row of the environment's own data; any other is given to it as
-it is. Imports nothing of ours: it may run in a Python of its own.
+with a field ``example_id`` is that row of the environment's own data, a held-out one of what it has
+for evaluation; any other is given to it as it is. Imports nothing of ours: it may run in a Python
+of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Verifiers:
                 f"run_rollout of verifiers in {sys.executable} takes no {missing[0]!r}; {VERSIONS}"
             )
         self._client: Any = None
-        self._rows: dict[int, dict[str, Any]] | None = None
+        self._rows: dict[bool, dict[int, dict[str, Any]]] = {}  # of held-out ones, and the others
 
     async def start(self) -> None:
         import openai
@@ -79,15 +80,14 @@ class Verifiers:
         """A row as ``run_rollout`` takes it."""
         number = prompt.metadata.get("example_id")
         if number is not None:
-            if self._rows is None:
-                rows = self._environment.get_dataset()
-                self._rows = {row.get("example_id", n): dict(row) for n, row in enumerate(rows)}
-            if number not in self._rows:
+            rows = self._rows_of(prompt.is_held_out)
+            if number not in rows:
+                of = "held-out data" if prompt.is_held_out else "data"
                 raise ValueError(
-                    f"record {prompt.index} has example_id {number!r}, and the environment's data "
-                    f"has {len(self._rows)} rows without it; remove the field, or correct it"
+                    f"record {prompt.index} has example_id {number!r}, and the environment's {of} "
+                    f"has {len(rows)} rows without it; remove the field, or correct it"
                 )
-            return dict(self._rows[number])
+            return dict(rows[number])
         row = {
             "prompt": prompt.messages,
             "example_id": prompt.index,
@@ -96,6 +96,16 @@ class Verifiers:
         if prompt.answer is not None:
             row["answer"] = prompt.answer
         return row
+
+    def _rows_of(self, is_held_out: bool) -> dict[int, dict[str, Any]]:
+        """By ``example_id``; an environment without data for evaluation gives its other one."""
+        if is_held_out not in self._rows:
+            environment = self._environment
+            rows = environment.get_eval_dataset() if is_held_out else environment.get_dataset()
+            self._rows[is_held_out] = {
+                row.get("example_id", n): dict(row) for n, row in enumerate(rows)
+            }
+        return self._rows[is_held_out]
 
 
 def load(settings: dict[str, Any]) -> Verifiers:

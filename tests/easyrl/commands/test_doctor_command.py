@@ -85,6 +85,18 @@ def test_a_broken_file_of_records_fails_no_other_check(model: Path, server: str)
     assert by_name["endpoints"]["verdict"] == "not checked"
 
 
+def test_a_record_that_names_no_environment(model: Path) -> None:
+    game, records = model.parent / "game.py", model.parent / "named.jsonl"
+    game.write_text("async def rollout(client, prompt):\n    return 1.0\n")
+    named = [{"prompt": "1+1=", "environment": name} for name in ("game", "gane")]
+    records.write_text("".join(json.dumps(record) + "\n" for record in named))
+    sections = {"environments": [{"name": "game", "file": str(game)}], "rewards": []}
+    told = run(model, NOWHERE, "--json", f"data.files=[{records}]", status=1, **sections)
+    (data,) = (f for f in json.loads(told)["findings"] if f["name"] == "data")
+    assert data["verdict"] == "failed"
+    assert f"{records}:2: its field environment names 'gane'; environments are game" in data["seen"]
+
+
 @pytest.mark.parametrize(
     ("override", "key"),
     [

@@ -486,7 +486,8 @@ def test_the_protocol_by_hand(tmp_path: Path) -> None:
     host = ROOT / "easyrl/environments/host.py"
     settings = {"file": str(file), "function": "rollout"}
     greeting = {"type": "environment", "kind": "coroutine", "settings": settings, "path": sys.path}
-    asked = {"text": "four", "messages": [], "answer": None, "metadata": {}, "index": 0, "epoch": 0}
+    asked = {"text": "four", "messages": [], "answer": None, "metadata": {}, "index": 0}
+    asked |= {"epoch": 0, "is_held_out": False}
     start = {"type": "start", "id": 5, "base_url": "http://127.0.0.1:1", "api_key": "k"}
     start |= {"model": "policy", "prompt": asked, "seed": 1}
     with subprocess.Popen([sys.executable, host], stdin=-1, stdout=-1, text=True) as process:

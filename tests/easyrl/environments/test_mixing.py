@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from easyrl.config import EnvironmentConfig
-from easyrl.environments.mixing import environment_of
+from easyrl.config import ConfigError, EnvironmentConfig
+from easyrl.environments.mixing import check_named, environment_of
 from tests.easyrl.environments.environment_cases import coroutine, prompt
 
 SOURCE = "async def rollout(client, prompt):\n    return 1.0\n"
@@ -47,5 +48,22 @@ def test_a_record_may_name_its_environment(environments: list[EnvironmentConfig]
 
 
 def test_one_environment_takes_all(environments: list[EnvironmentConfig]) -> None:
-    asked = prompt(metadata={"environment": "a field of another meaning"})
-    assert environment_of(asked, environments[:1], 0) is environments[0]
+    for fields in ({}, {"environment": None}, {"environment": "a"}):
+        asked = prompt(metadata=fields)
+        assert environment_of(asked, environments[:1], 0) is environments[0]
+
+
+@pytest.mark.parametrize("named", ["b", "A", "", 3, ["a"]])
+def test_a_record_that_names_none_is_refused_at_the_start(
+    environments: list[EnvironmentConfig], named: Any
+) -> None:
+    """Also where there is one environment, which would play it whatever it names."""
+    good = [prompt(), prompt(metadata={"environment": "a"})]
+    bad = prompt(metadata={"environment": named}, location="train.jsonl:90000")
+    check_named(environments[:1], good)
+    with pytest.raises(ConfigError, match=r"^train\.jsonl:90000: .* are a; correct") as raised:
+        check_named(environments[:1], [*good, bad])
+    assert f"names {named!r};" in str(raised.value)
+    check_named([], [bad])
+    with pytest.raises(ValueError, match="are a;"):
+        environment_of(bad, environments[:1], 0)

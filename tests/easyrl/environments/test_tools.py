@@ -208,6 +208,30 @@ async def test_functions_that_hang_do_not_stand_in_the_way_of_others() -> None:
     assert FunctionTool._stuck == 0
 
 
+def half(kind: str) -> Any:
+    """Says half of a surrogate pair, as a file's name may have it."""
+    name = b"caf\xe9".decode("utf-8", "surrogateescape")
+    if kind == "error":
+        raise OSError(name)
+    return name if kind == "text" else {name: name}
+
+
+async def test_half_a_surrogate_pair_of_a_tool_is_a_question_mark() -> None:
+    asked = [("half", json.dumps({"kind": kind})) for kind in ("text", "json", "error")]
+    answers = iter([calls(*asked), says("done")])
+    connections = Connections()
+    async with ScriptedChat(lambda _: next(answers)) as chat:
+        client = connections.client(chat.session("s"), chat.key)
+        tools, question = Tools([FunctionTool(half, 5.0)]), {"role": "user", "content": "?"}
+        try:
+            ended = await tool_episode(client, [question], tools, max_turns=2)
+        finally:
+            await connections.close()
+    assert ended == EndedEpisode("done", "stop", num_turns=2, num_calls=3, num_errors=1)
+    said = [m["content"] for m in chat.bodies[-1]["messages"] if m["role"] == "tool"]
+    assert said == ["caf?", '{"caf?": "caf?"}', "error: OSError: caf?"]
+
+
 async def episode(chat: ScriptedChat, max_turns: int = 4) -> EndedEpisode:
     connections = Connections()
     try:

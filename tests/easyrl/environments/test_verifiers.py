@@ -12,6 +12,7 @@ import pytest
 from easyrl.config import EnvironmentConfig
 from easyrl.environments.failures import EnvironmentFailed
 from easyrl.environments.hosts import EnvironmentHosts
+from easyrl.schema import Prompt
 from tests.easyrl.environments.environment_cases import prompt, rollout, running, written
 from tests.easyrl.environments.installed import folder_with, python_with
 from tests.easyrl.environments.scripted_chat import ScriptedChat, calls, refuses, says
@@ -101,6 +102,16 @@ async def test_an_error_of_the_gateway_fails_the_rollout(tmp_path: Path) -> None
                 await rollout(hosts, chat, prompt(answer="3"))
 
 
+async def test_the_end_of_the_context_is_an_end_and_its_rubric_judges(tmp_path: Path) -> None:
+    full = "This model's maximum context length is 8 tokens, in which a prompt of 9 leaves no room"
+    answers = iter([says("3"), refuses(400, full, "context_length_exceeded")])
+    async with ScriptedChat(lambda _: next(answers)) as chat:
+        async with running(environment(tmp_path, "guessing", weight_of_speed=0.5)) as hosts:
+            outcome = await rollout(hosts, chat, prompt(answer="4"))
+    assert outcome.components["found_it"] == 0.0
+    assert outcome.reward == pytest.approx(0.5)  # for the one guess that it had room for
+
+
 async def test_an_environment_that_is_not_there(tmp_path: Path) -> None:
     hosts = EnvironmentHosts(environment(tmp_path, "nothing_of_that_name"))
     try:
@@ -111,6 +122,49 @@ async def test_an_environment_that_is_not_there(tmp_path: Path) -> None:
 
 
 # -- without the library
+
+
+LIBRARY = """
+    class Environment:
+        def get_dataset(self):
+            return [{"example_id": 4, "worth": 1.0}]
+
+        def get_eval_dataset(self):
+            return [{"example_id": 4, "worth": 2.0}, {"worth": 3.0}]
+
+        async def run_rollout(self, input, client, model, sampling_args):
+            return {"reward": input["worth"]}
+
+    def load_environment(name):
+        return Environment()
+"""
+OPENAI = """
+    class Timeout:
+        def __init__(self, *arguments, **keys): ...
+
+    class AsyncOpenAI(Timeout):
+        def with_options(self, **keys):
+            return self
+"""
+
+
+async def test_held_out_records_are_rows_of_the_data_for_evaluation(tmp_path: Path) -> None:
+    libraries = tmp_path / "libraries"
+    libraries.mkdir()
+    written(libraries, LIBRARY, "verifiers.py")
+    written(libraries, OPENAI, "openai.py")
+    config = EnvironmentConfig(name="vf", verifiers="any", python=python_with(libraries, tmp_path))
+
+    def row(number: int, is_held_out: bool) -> Prompt:
+        return prompt(metadata={"example_id": number}, is_held_out=is_held_out)
+
+    async with ScriptedChat() as chat, running(config) as hosts:
+        for number, is_held_out, worth in ((4, True, 2.0), (4, False, 1.0), (1, True, 3.0)):
+            assert (await rollout(hosts, chat, row(number, is_held_out))).reward == worth
+        with pytest.raises(EnvironmentFailed, match="example_id 1, .* data has 1 rows without it"):
+            await rollout(hosts, chat, row(1, is_held_out=False))
+        with pytest.raises(EnvironmentFailed, match="held-out data has 2 rows without it"):
+            await rollout(hosts, chat, row(9, is_held_out=True))
 
 
 async def failure(config: EnvironmentConfig) -> str:

@@ -99,8 +99,9 @@ async def test_turns_are_bounded_and_none_comes_behind_the_end():
     of = session(Endpoint(), max_turns=2)
     await of.turn(IDS)
     await of.turn(IDS)
-    with pytest.raises(TurnRefused, match="at most 2 turns"):
+    with pytest.raises(TurnRefused, match="at most 2 turns") as refused:
         await of.turn(IDS)
+    assert (refused.value.status, refused.value.code) == (400, "max_turns_exceeded")
     await of.close()
     with pytest.raises(TurnRefused, match="has ended") as refused:
         await of.turn(IDS)
@@ -108,18 +109,19 @@ async def test_turns_are_bounded_and_none_comes_behind_the_end():
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "code"),
     [
-        (PromptTooLong("http://a", "no room"), 400),
-        (PromptRejected("http://a", "odd"), 400),
+        (PromptTooLong("http://a", "no room"), "context_length_exceeded"),
+        (PromptRejected("http://a", "odd"), None),
     ],
 )
-async def test_a_refused_prompt_is_the_agents_and_the_episode_goes_on(error, status):
+async def test_a_refused_prompt_is_the_agents_and_the_episode_goes_on(error, code):
     endpoint = Endpoint(errors=[error])
     of = session(endpoint)
-    with pytest.raises(TurnRefused, match=error.reason) as refused:
+    with pytest.raises(TurnRefused, match=f"^{error.reason}") as refused:
         await of.turn(IDS)
-    assert refused.value.status == status and not of.failed.done() and not of.records
+    assert (refused.value.status, refused.value.code) == (400, code)
+    assert not of.failed.done() and not of.records
     await of.turn(IDS)
     assert len(of.records) == 1
 

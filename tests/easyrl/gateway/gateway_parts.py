@@ -145,7 +145,7 @@ class Trainer:
         said = self.says.pop(0) if self.says else f"answer {len(self.asked)}"
         await self.may_answer.wait()
         if isinstance(said, Refused):
-            self.send(Refused(asked.number, said.status, said.message))
+            self.send(Refused(asked.number, said.status, said.message, said.code))
             return
         ids = said if isinstance(said, list) else self.ids(said + END)
         self.answered.append(ids)

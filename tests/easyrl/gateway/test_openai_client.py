@@ -112,12 +112,16 @@ async def test_a_header_names_the_session_too(tmp_path):
 async def test_what_the_trainer_refuses_is_the_clients_own_error(tmp_path):
     async with served(tmp_path) as gateway, client_of(gateway) as client:
         gateway.trainer.says = [
-            Refused(0, 400, "context_length_exceeded: 9 tokens of 8"),
+            Refused(0, 400, "9 tokens of 8", "context_length_exceeded"),
+            Refused(0, 400, "at most 3 turns", "max_turns_exceeded"),
             Refused(0, 503, "the run is interrupted"),
         ]
         with pytest.raises(openai.BadRequestError, match="9 tokens of 8") as raised:
             await client.chat.completions.create(model="any", messages=[QUESTION])
         assert raised.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match="at most 3 turns") as raised:
+            await client.chat.completions.create(model="any", messages=[QUESTION])
+        assert raised.value.code == "max_turns_exceeded"
         with pytest.raises(openai.InternalServerError, match="interrupted"):
             await client.chat.completions.create(model="any", messages=[QUESTION], stream=True)
 

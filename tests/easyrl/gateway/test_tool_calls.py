@@ -1,6 +1,9 @@
 """Tool calls in sampled texts."""
 
 import json
+import re
+import time
+from itertools import product
 
 import pytest
 
@@ -50,6 +53,39 @@ def test_tagged_calls(text, rest, calls):
 )
 def test_json_calls(text, calls):
     assert json_calls(text, {"add"}) == (("" if calls else text), calls)
+
+
+def test_tags_are_found_as_the_pattern_says_that_describes_them():
+    """All texts of up to six pieces, of which some only together make a tag."""
+    pattern = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+    pieces = ("<tool_call>", "</tool_call>", '{"name": "f"}', "<tool_", "call>")
+    for length in range(7):
+        for text in map("".join, product(pieces, repeat=length)):
+            inside, rest = pattern.findall(text), pattern.sub("", text)
+            is_whole = inside and set(inside) == {'{"name": "f"}'} and "<tool_call>" not in rest
+            expected = (rest, len(inside)) if is_whole else (text, 0)
+            left, calls = tagged_calls(text, ())
+            assert (left, len(calls)) == expected, text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>" * 20_000,
+        "<tool_call>" * 20_000 + "</tool_call>",
+        "<tool_call>x</tool_call>" * 20_000,
+        "<tool_call>{" * 20_000,
+        "</tool_call>" * 20_000,
+        "<think>" * 20_000,
+        "</think><tool_call>" * 20_000,
+        '{"name": "add"};' * 20_000 + "no",
+        '{"name": "add"}' + "; " * 200_000 + "no",
+    ],
+)
+def test_what_a_model_repeats_is_parsed_in_one_pass(text):
+    start_s = time.process_time()
+    assert tagged_calls(text, {"add"})[1] == json_calls(text, {"add"})[1] == []
+    assert time.process_time() - start_s < 0.5
 
 
 def test_arguments_are_json_in_the_models_own_script():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from easyrl.runtime.schedule import Due
@@ -16,7 +20,7 @@ from easyrl.samples.folder import SampleFolder
 from easyrl.samples.records import SampledGroup, sampled_group
 from easyrl.samples.show import print_group
 from easyrl.samples.table import COLUMNS, SampleTable
-from easyrl.samples.turns import shown_turns, tool_calls
+from easyrl.samples.turns import _without_special_ends, shown_turns, tool_calls
 from easyrl.schema import Score, TrainedGroup, TrainedResponse
 from tests.easyrl.episodes.trees import Logged, episode, group
 
@@ -119,3 +123,55 @@ def test_calls_are_found_in_both_ways_of_writing_them() -> None:
     assert [call.name for call in tool_calls(WORDS[11])] == ["add"]
     assert [call.arguments for call in tool_calls(WORDS[17])] == ['{"a": 2}']
     assert tool_calls(WORDS[18]) == tool_calls(WORDS[13]) == []
+
+
+JSON = '{"name": "add", "parameters": {"a": 2}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "num_calls"),
+    [
+        (f" <|python_tag|> <|python_tag|>{JSON} <|eom_id|>\n</s> <|eot_id|></s>\n", 1),
+        (f"{JSON}; {JSON}<|eot_id|>", 2),
+        (f"{JSON}</s>|>", 0),
+        (f"{JSON}<|a<b|>", 0),
+        (f"{JSON}<|a|b|>", 0),
+        (f"{JSON}<|>", 0),
+        (f"{JSON}<||>", 1),
+        (f"</s>{JSON}", 0),
+        ("<|python_tag|>", 0),
+        ("", 0),
+    ],
+)
+def test_special_tokens_around_a_call_are_none_of_it(text: str, num_calls: int) -> None:
+    assert len(tool_calls(text)) == num_calls
+
+
+def test_special_tokens_are_taken_away_as_the_pattern_says_that_describes_them() -> None:
+    """From all texts of up to five pieces, of which some only together make a special token."""
+    ends = re.compile(r"\s*(<\|[^|<>]*\|>|</s>)\s*\Z|\A\s*(<\|python_tag\|>)")
+    pieces = ("<|python_tag|>", "<|e|>", "</s>", " ", "x", "<|", "|>", "<", ">")
+    for length in range(6):
+        for text in map("".join, product(pieces, repeat=length)):
+            before, after = None, text
+            while before != after:
+                before, after = after, ends.sub("", after)
+            assert _without_special_ends(text).strip() == after.strip(), text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>" * 20_000,
+        JSON + "<|eot_id|>" * 20_000 + "no",
+        JSON + "<|eot_id|></s>\n" * 20_000,
+        "<|python_tag|> " * 20_000 + JSON,
+        "x" + " " * 200_000 + "x",
+        "<|" * 20_000 + "|>" * 20_000,
+        "<" * 200_000 + "|>" + "</s>" * 20_000,
+    ],
+)
+def test_what_a_model_repeats_is_read_in_one_pass(text: str) -> None:
+    start_s = time.process_time()
+    tool_calls(text)
+    assert time.process_time() - start_s < 0.5
