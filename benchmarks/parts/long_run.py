@@ -80,9 +80,7 @@ def metric_names() -> list[str]:
     for metric in METRICS:
         parts = re.split(r"<(\w+)>", metric.name)
         if set(parts[1::2]) <= set(_OF_FAMILIES):
-            choices = [
-                _OF_FAMILIES[part] if at % 2 else [part] for at, part in enumerate(parts)
-            ]
+            choices = [_OF_FAMILIES[part] if at % 2 else [part] for at, part in enumerate(parts)]
             names += ["".join(chosen) for chosen in itertools.product(*choices)]
     return list(dict.fromkeys(names))
 
@@ -112,7 +110,14 @@ def write_samples(folder: Path, step: int, size: LongRun, draw: random.Random) -
     responses = [_response(num_tokens, draw) for num_tokens in counts]
     groups = [
         SampledGroup(
-            step, 0, number, number, f"made-up:0:{step - 1}", "drawn", [1, 2, 3], responses[number::4]
+            step,
+            0,
+            number,
+            number,
+            f"made-up:0:{step - 1}",
+            "drawn",
+            [1, 2, 3],
+            responses[number::4],
         )
         for number in range(4)
     ]

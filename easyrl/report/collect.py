@@ -140,7 +140,9 @@ class Collector:
         told = ""
         if config is None or config.source == "rollouts":  # records have no inference
             synchronous = config is not None and config.run.mode == "sync"
-            told = advice([each for of_ranks in spans for each in of_ranks], synchronous=synchronous)
+            told = advice(
+                [each for of_ranks in spans for each in of_ranks], synchronous=synchronous
+            )
         self._advised = _Advised(last, told, startup_line(spans) or "")
 
 

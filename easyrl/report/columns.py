@@ -54,7 +54,8 @@ class MetricsFile:
 
     def add(self, row: dict[str, Any]) -> None:
         """A line's metrics, its step among them."""
-        step = self.last_step = row["step"]
+        step = row["step"]
+        self.last_step = max(step, step if self.last_step is None else self.last_step)
         for name, value in row.items():
             if is_number(value) and name != "step":
                 if name not in self.columns:

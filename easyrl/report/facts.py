@@ -25,7 +25,9 @@ def facts_of(metrics: MetricsFile, shares: Shares) -> list[tuple[str, str]]:
     facts = []
     if metrics.last_step is not None:
         facts.append(("steps", f"{metrics.last_step:,}"))
-    shown = [(name, accuracy_label(name)) for name in accuracies([dict.fromkeys(metrics.columns, 0.0)])]
+    shown = [
+        (name, accuracy_label(name)) for name in accuracies([dict.fromkeys(metrics.columns, 0.0)])
+    ]
     for name, label in (*shown, ("reward/mean", "reward")):
         if name in metrics.columns:
             values = metrics.columns[name].values

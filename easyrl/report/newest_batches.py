@@ -1,4 +1,4 @@
-"""The newest batches of a run's timeline, packed once and kept as long as their files are as they were."""
+"""The newest batches of a run's timeline, packed once for as long as their files stay the same."""
 
 from __future__ import annotations
 
