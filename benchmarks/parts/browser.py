@@ -62,6 +62,19 @@ class Page:
             )
         )
 
+    def samples_ms(self) -> float:
+        """Goes to the samples; milliseconds until the next frame after their text is there."""
+        return float(
+            self.driver.execute_async_script(
+                "const done = arguments[0], root = document.documentElement;"
+                "const start = performance.now();"
+                "document.getElementById('samples').scrollIntoView();"
+                "const look = () => root.dataset.samplesMs ? "
+                "requestAnimationFrame(() => done(performance.now() - start))"
+                " : requestAnimationFrame(look); look();"
+            )
+        )
+
     def text_of(self, css: str) -> list[str]:
         """Of all elements that fit."""
         script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"

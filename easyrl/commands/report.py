@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from easyrl.report.collect import Verdict
 
 WATCH_S = 5.0
+MOST_SHARE = 0.05  # of a processor, that writing again and again takes
 
 
 def report_command(
@@ -34,37 +36,54 @@ def report_command(
     ] = True,
 ) -> None:
     """Write a run's report: curves, timeline, samples, certificate, in one file without network."""
-    from easyrl.report.collect import collect
+    from easyrl.report.collect import Collector
     from easyrl.report.page import FILE, render
+    from easyrl.report.written_mark import Watched, WrittenMark
     from easyrl.runtime.whole_files import write_whole
 
     path = output or run_dir / FILE
     check = _verified if verify and not watch else _not_verified
+    run, mark = Collector(run_dir, check, _decoder), WrittenMark(path)
 
-    def write(reload_s: float) -> None:
-        page = render(collect(run_dir, check, _decoder), reload_s=reload_s)
-        write_whole(path, page.encode())
+    def write(watched: Watched | None) -> None:
+        write_whole(path, render(run.collect(), watched).encode())
+
+    def write_watched() -> None:
+        watched = mark.next(WATCH_S)
+        write(watched)
+        mark.set(watched.number)
 
     try:
         seen = _written(run_dir)
-        write(WATCH_S if watch else 0.0)
-        print(path)
-        if watch:
-            _until_interrupted(run_dir, seen, lambda: write(WATCH_S))
-            write(0.0)  # the open page does not load itself again for ever
+        if not watch:
+            write(None)
+            print(path)
+            return
+        with ExitStack() as at_end:
+            at_end.callback(mark.remove)
+            write_watched()
+            print(path)
+            _until_interrupted(run_dir, seen, write_watched)
+            write(None)
     except (ValueError, OSError) as error:  # ConfigError among them
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 
 def _until_interrupted(run_dir: Path, seen: tuple[float, ...], write: Callable[[], object]) -> None:
-    """Writes whenever the run has written more than ``seen``, until Ctrl-C."""
+    """Writes whenever the run has written more than ``seen``, until Ctrl-C.
+
+    Of a processor that the run may need it takes a small share, however fast the run is.
+    """
+    wait_s = WATCH_S
     try:
         while True:
-            time.sleep(WATCH_S)
+            time.sleep(wait_s)
             if (now := _written(run_dir)) != seen:
                 seen = now  # before: what the run writes meanwhile comes the next time
+                start_s = time.process_time()
                 write()
+                wait_s = max(WATCH_S, (time.process_time() - start_s) / MOST_SHARE)
     except KeyboardInterrupt:
         print()
 

@@ -88,10 +88,9 @@ def _longest(spans: Sequence[Span], most: int, start_s: float) -> list[list[str 
 
 def _in_flight(spans: Sequence[Span], most: int, start_s: float) -> dict[str, list[float]]:
     """The number of requests over time."""
-    counts = downsampled(
-        [(_rounded(at_s - start_s), count) for at_s, count in in_flight(spans)], most
-    )
-    return {"times": [at_s for at_s, _ in counts], "in_flight": [count for _, count in counts]}
+    counts = in_flight(spans)
+    times, numbers = downsampled([at_s for at_s, _ in counts], [n for _, n in counts], most)
+    return {"times": [_rounded(at_s - start_s) for at_s in times], "in_flight": numbers}
 
 
 def _causes(causes: dict[str, float]) -> dict[str, float]:

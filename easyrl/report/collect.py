@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import load_config
-from easyrl.metrics.names import accuracies, accuracy_label, declared
-from easyrl.metrics.trackers import read_metrics
-from easyrl.report.batches import packed_batch
-from easyrl.report.curves import charts_of, is_number
-from easyrl.report.samples import Decode, shown_samples
+from easyrl.metrics.names import declared
+from easyrl.report.accounts import AccountsOfRun, Shares
+from easyrl.report.columns import MetricsFile
+from easyrl.report.curves import charts_of
+from easyrl.report.facts import facts_of
+from easyrl.report.newest_batches import MOST_BATCHES, NewestBatches
+from easyrl.report.samples import Decode, NewestSamples
 from easyrl.runtime.run_files import CONFIG_FILE, METRICS_FILE, file_of_run
 from easyrl.samples.folder import SampleFolder
 from easyrl.simulation.advice import advice
-from easyrl.timeline.accounting import LaneAccount, account, mean_shares
-from easyrl.timeline.folder import TimelineFolder
 from easyrl.timeline.show import startup_line
-from easyrl.timeline.spans import BatchSpans, is_endpoint, is_rank
-
-logger = logging.getLogger(__name__)
-
-MOST_BATCHES = 200  # of the timeline, the newest
 
 
 @dataclass(frozen=True)
@@ -45,7 +39,8 @@ class Collected:
     verdict: Verdict
     config: str  # as YAML
     charts: list[dict[str, Any]]
-    shares: dict[str, dict[str, float]]  # "ranks" and "endpoints": cause → share of their time
+    shares: Shares
+    num_accounted: int  # batches that the shares are of
     batches: dict[str, str]  # number → ``packed_batch``
     samples: list[dict[str, Any]]
     advice: str = ""
@@ -53,121 +48,128 @@ class Collected:
     notices: list[str] = field(default_factory=list)  # what is missing, and why
 
 
-def collect(
-    run_dir: Path, verify: Callable[[Path], Verdict], decoder: Callable[[Config], Decode]
-) -> Collected:
-    """All that ``run_dir`` has.
+class Collector:
+    """All that a run's folder has, now and again later: only what is new is read and packed then.
 
-    ``decoder``: of the run's tokenizer; raises ``ConfigError`` where that is not there. Raises
-    ``ValueError`` if it is no run's folder.
+    ``decoder``: of the run's tokenizer; raises ``ConfigError`` where that is not there.
     """
-    file = file_of_run(run_dir, CONFIG_FILE)
-    notices: list[str] = []
+
+    def __init__(
+        self,
+        run_dir: Path,
+        verify: Callable[[Path], Verdict],
+        decoder: Callable[[Config], Decode],
+    ) -> None:
+        self._run_dir, self._verify, self._decoder = run_dir, verify, decoder
+        self._metrics = MetricsFile(run_dir / METRICS_FILE)
+        self._accounts = AccountsOfRun(run_dir, MOST_BATCHES)
+        self._batches = NewestBatches(run_dir)
+        self._config = _ReadConfig()
+        self._samples: NewestSamples | None = None  # None: there were none yet
+        self._samples_problem = ""
+        self._advised = _Advised()
+
+    def collect(self) -> Collected:
+        """Raises ``ValueError`` if it is no run's folder, ``OSError``."""
+        self._read_config()
+        self._metrics.read_on()
+        self._accounts.read_on()
+        self._batches.read_on(self._accounts.newest)
+        shares, num_accounted = self._accounts.shares(), self._accounts.num_batches
+        if not num_accounted:
+            shares, num_accounted = self._batches.shares(), len(self._batches.packed)
+        samples = self._shown_samples()
+        self._advise()
+        notices = {
+            self._config.problem: self._config.problem,
+            "no step was reported yet": self._metrics.last_step is None,
+            "no samples are kept (samples.per_step)": self._samples is None,
+            self._samples_problem: self._samples_problem,
+            "no timeline is kept (timeline.keep)": self._batches.last is None,
+        }
+        config = self._config.config
+        return Collected(
+            name=self._run_dir.name if config is None else config.run.name,
+            facts=facts_of(self._metrics, shares),
+            verdict=self._verify(self._run_dir),
+            config=self._config.text,
+            charts=_charts(self._metrics),
+            shares=shares,
+            num_accounted=num_accounted,
+            batches=self._batches.packed,
+            samples=samples,
+            advice=self._advised.advice,
+            startup=self._advised.startup,
+            notices=[told for told, is_so in notices.items() if is_so],
+        )
+
+    def _read_config(self) -> None:
+        file = file_of_run(self._run_dir, CONFIG_FILE)
+        text = file.read_text(errors="replace")
+        if text == self._config.text:
+            return
+        try:
+            self._config = _ReadConfig(text, load_config(file, to_look_back=True))
+        except ConfigError as error:
+            problem = f"the configuration cannot be read by this version: {error}"
+            self._config = _ReadConfig(text, None, problem)
+        self._samples, self._samples_problem = None, ""  # its tokenizer may be another
+
+    def _shown_samples(self) -> list[dict[str, Any]]:
+        if self._samples is None:
+            if not SampleFolder(self._run_dir).steps():
+                return []
+            decode: Decode = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
+            try:
+                if self._config.config is not None:
+                    decode = self._decoder(self._config.config)
+            except ConfigError as error:
+                self._samples_problem = f"samples are shown as token ids: {error}"
+            self._samples = NewestSamples(self._run_dir, decode)
+        return self._samples.shown()
+
+    def _advise(self) -> None:
+        """Again when half of the batches that it was made from are others: it is simulated."""
+        spans, last, config = self._batches.spans, self._batches.last, self._config.config
+        if last is None:
+            self._advised = _Advised()
+            return
+        before = self._advised.last
+        if before is not None and 0 <= last - before < len(spans) // 2:
+            return
+        told = ""
+        if config is None or config.source == "rollouts":  # records have no inference
+            synchronous = config is not None and config.run.mode == "sync"
+            told = advice(
+                [each for of_ranks in spans for each in of_ranks], synchronous=synchronous
+            )
+        self._advised = _Advised(last, told, startup_line(spans) or "")
+
+
+class _ReadConfig(NamedTuple):
+    text: str = ""
     config: Config | None = None
-    try:
-        config = load_config(file, to_look_back=True)
-    except ConfigError as error:
-        notices.append(f"the configuration cannot be read by this version: {error}")
-    metrics = _metrics(run_dir, notices)
-    collected = Collected(
-        name=run_dir.name if config is None else config.run.name,
-        facts=_facts(metrics),
-        verdict=verify(run_dir),
-        config=file.read_text(errors="replace"),
-        charts=[
-            {
-                "title": chart.title,
-                "unit": unit,
-                "curves": [
-                    {"name": c.name, "about": _about(c.name), "x": c.steps, "y": c.values}
-                    for c in curves
-                ],
-            }
-            for chart, unit, curves in charts_of(metrics)
-        ],
-        shares={},
-        batches={},
-        samples=_samples(run_dir, config, decoder, notices),
-        notices=notices,
-    )
-    _add_timeline(collected, run_dir, config)
-    return collected
+    problem: str = ""  # why there is none
 
 
-def _metrics(run_dir: Path, notices: list[str]) -> list[dict[str, float]]:
-    path = run_dir / METRICS_FILE
-    metrics = read_metrics(path) if path.is_file() else []
-    if not metrics:
-        notices.append("no step was reported yet")
-    return metrics
+class _Advised(NamedTuple):
+    last: int | None = None  # batch of those that it was made from
+    advice: str = ""
+    startup: str = ""
 
 
-def _samples(
-    run_dir: Path,
-    config: Config | None,
-    decoder: Callable[[Config], Decode],
-    notices: list[str],
-) -> list[dict[str, Any]]:
-    folder = SampleFolder(run_dir)
-    if not folder.steps():
-        notices.append("no samples are kept (samples.per_step)")
-        return []
-    decode: Decode = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
-    try:
-        if config is not None:
-            decode = decoder(config)
-    except ConfigError as error:
-        notices.append(f"samples are shown as token ids: {error}")
-    return shown_samples(folder, decode)
-
-
-def _add_timeline(collected: Collected, run_dir: Path, config: Config | None) -> None:
-    folder = TimelineFolder(run_dir)
-    accounts: list[LaneAccount] = []
-    kept: list[list[BatchSpans]] = []
-    for number in folder.batches()[-MOST_BATCHES:]:
-        if of_ranks := folder.read(number):
-            kept.append(of_ranks)
-            of_batch = account(of_ranks)
-            accounts += of_batch
-            collected.batches[str(number)] = packed_batch(of_ranks, of_batch)
-    if not kept:
-        collected.notices.append("no timeline is kept (timeline.keep)")
-        return
-    collected.shares = {
-        "ranks": mean_shares(each for each in accounts if is_rank(each.lane)),
-        "endpoints": mean_shares(each for each in accounts if is_endpoint(each.lane)),
-    }
-    synchronous = config is not None and config.run.mode == "sync"
-    flat = [each for of_ranks in kept for each in of_ranks]
-    collected.advice = advice(flat, synchronous=synchronous)
-    collected.startup = startup_line(kept) or ""
-
-
-def _facts(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """What is seen first."""
-    facts = []
-    if metrics:
-        facts.append(("steps", f"{int(metrics[-1]['step']):,}"))
-    shown = [(name, accuracy_label(name)) for name in accuracies(metrics)]
-    for name, label in (*shown, ("reward/mean", "reward")):
-        values = [row[name] for row in metrics if is_number(row.get(name))]
-        if values:
-            facts.append((label, f"{values[0]:.3f} → {values[-1]:.3f}"))
-    seconds = sum(row.get("time/step_s") or 0.0 for row in metrics)
-    if seconds:
-        facts.append(("time in steps", _duration(seconds)))
-    name = "throughput/tokens_per_s_per_device"
-    rates = sorted(row[name] for row in metrics if is_number(row.get(name)))
-    if rates:
-        facts.append(("tokens/s per device", f"{rates[len(rates) // 2]:,.0f}"))
-    return facts
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+def _charts(metrics: MetricsFile) -> list[dict[str, Any]]:
+    return [
+        {
+            "title": chart.title,
+            "unit": unit,
+            "curves": [
+                {"name": c.name, "about": _about(c.name), "x": c.steps, "y": c.values}
+                for c in curves
+            ],
+        }
+        for chart, unit, curves in charts_of(metrics.columns)
+    ]
 
 
 def _about(name: str) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from easyrl.metrics.names import declared
+from easyrl.report.columns import Column
 
 MOST_POINTS = 1000  # of a curve: more than a screen has columns for
 MOST_CURVES = 8  # of a chart
-Point = TypeVar("Point", bound=tuple[float, float])
 
 
 class Chart(NamedTuple):
@@ -51,7 +52,12 @@ CHARTS = (
     Chart("Groups of equal rewards", ("reward/flat_groups",)),
     Chart("Gradient norm", ("grad_norm", "critic/grad_norm")),
     Chart("Learning rate", ("learning_rate", "critic/learning_rate")),
-    Chart("Throughput per device", ("throughput/*per_device",)),
+    Chart(
+        "Throughput per device: of the sequences (TPSPD), packed",
+        ("throughput/tpspd", "throughput/tokens_per_s_per_device"),
+    ),
+    Chart("Trainers' time in a batch", ("time/trainer_*_share", "time/unexplained_share")),
+    Chart("Endpoints' time in a batch", ("time/inference_*_share",)),
     Chart("Seconds per step", ("time/step_s", "time/wait_s", "time/train_s", "time/sync_s")),
     Chart("Memory, peak since the start", ("memory/device_peak_gib", "memory/host_peak_gib")),
     Chart("Device memory by phase, peaks", ("memory/*/device_peak_gib",)),
@@ -68,60 +74,58 @@ class Curve(NamedTuple):
     values: list[float]
 
 
-def charts_of(metrics: Sequence[Mapping[str, float]]) -> list[tuple[Chart, str, list[Curve]]]:
-    """The charts that a run has values for, with their unit and curves."""
+def charts_of(columns: Mapping[str, Column]) -> list[tuple[Chart, str, list[Curve]]]:
+    """The charts that a run has values for, with their unit and curves.
+
+    ``columns``: of all metrics, by name.
+    """
     found = []
-    known_names = sorted({name for row in metrics for name in row})
+    known_names = sorted(columns)
     for chart in CHARTS:
         names = [n for each in chart.names for n in known_names if fnmatchcase(n, each)]
-        drawn = (curve_of(metrics, name) for name in dict.fromkeys(names))
-        curves = _highest([curve for curve in drawn if curve is not None])
+        curves = [curve_of(name, columns[name]) for name in _highest(names, columns)]
         if curves:
             known = declared(curves[0].name)
             found.append((chart, known.unit if known is not None else "", curves))
     return found
 
 
-def _highest(curves: list[Curve]) -> list[Curve]:
+def _highest(names: Sequence[str], columns: Mapping[str, Column]) -> list[str]:
     """As many as a chart has room for, in their order: those with the largest values."""
-    kept = sorted(curves, key=lambda curve: max(curve.values), reverse=True)[:MOST_CURVES]
-    return [curve for curve in curves if curve in kept]
+    names = list(dict.fromkeys(names))
+    kept = sorted(names, key=lambda name: max(columns[name].values), reverse=True)[:MOST_CURVES]
+    return [name for name in names if name in kept]
 
 
-def curve_of(
-    metrics: Iterable[Mapping[str, float]], name: str, most: int = MOST_POINTS
-) -> Curve | None:
-    """``name`` over the steps that have it, of at most ``most`` points; None: no step has it."""
-    points = [(int(row["step"]), row[name]) for row in metrics if is_number(row.get(name))]
-    if not points:
-        return None
-    steps, values = zip(*downsampled(points, most), strict=True)
-    return Curve(name, list(steps), list(values))
+def curve_of(name: str, column: Column, most: int = MOST_POINTS) -> Curve:
+    """Of at most ``most`` points, which have six digits."""
+    steps, values = downsampled(column.steps, column.values, most)
+    return Curve(name, steps, [float(f"{value:.6g}") for value in values])
 
 
-def is_number(value: object) -> bool:
-    """Whether a metric can be drawn: in a file of JSON what is not finite is null."""
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def downsampled(points: Sequence[Point], most: int) -> list[Point]:
-    """At most ``most`` of ``points``, in order: of each stretch the least and the largest value.
+def downsampled(x: Sequence[float], y: Sequence[float], most: int) -> tuple[list[Any], list[Any]]:
+    """At most ``most`` of the points, in order: of each stretch the least and the largest y.
 
     So no peak is lost. The first and the last point stay. ``most`` is at least 4.
     """
-    if len(points) <= most:
-        return list(points)
-    inner = points[1:-1]
+    all_x, all_y = np.asarray(x), np.asarray(y)
+    if len(all_x) > most:
+        kept = _peaks(all_y, most)
+        all_x, all_y = all_x[kept], all_y[kept]
+    return all_x.tolist(), all_y.tolist()
+
+
+def _peaks(y: np.ndarray, most: int) -> np.ndarray:
+    """Places of the first, the last, and of each stretch between them the least and largest."""
     num_stretches = (most - 2) // 2
-    kept = [points[0]]
-    for number in range(num_stretches):
-        first = number * len(inner) // num_stretches
-        last = (number + 1) * len(inner) // num_stretches
-        stretch = range(first, last)
-        if stretch:
-            chosen = {
-                min(stretch, key=lambda i: inner[i][1]),
-                max(stretch, key=lambda i: inner[i][1]),
-            }
-            kept += [inner[i] for i in sorted(chosen)]
-    return [*kept, points[-1]]
+    inner = y[1:-1].astype(float)
+    borders = np.arange(num_stretches + 1) * len(inner) // num_stretches
+    longest = int(np.diff(borders).max())
+    places = borders[:-1, None] + np.arange(longest)  # a row for each stretch
+    is_own = places < borders[1:, None]
+    values = inner[np.minimum(places, len(inner) - 1)]
+    least = np.where(is_own, values, np.inf).argmin(axis=1)
+    largest = np.where(is_own, values, -np.inf).argmax(axis=1)
+    some = np.diff(borders) > 0
+    found = borders[:-1][some], least[some], largest[some]
+    return np.unique([0, *(found[0] + found[1] + 1), *(found[0] + found[2] + 1), len(y) - 1])

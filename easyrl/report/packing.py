@@ -11,10 +11,12 @@ from typing import Any
 
 import orjson
 
+LEVEL = 5  # of gzip: three times as fast as its default, a few percent larger
+
 
 def packed(data: Any) -> str:
     """``data`` of what JSON has; a number that is not finite becomes null."""
-    return base64.b64encode(gzip.compress(orjson.dumps(data), mtime=0)).decode()
+    return base64.b64encode(gzip.compress(orjson.dumps(data), LEVEL, mtime=0)).decode()
 
 
 def unpacked(text: str) -> Any:

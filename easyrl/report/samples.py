@@ -3,62 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from easyrl.report.packing import packed
+from easyrl.report.stamps import Stamp, stamps
 from easyrl.samples.folder import SampleFolder
 from easyrl.samples.records import SampledGroup, SampledResponse
 from easyrl.samples.show import heading, readable, response_heading
 from easyrl.samples.turns import shown_turns
 
 MOST_TOKENS = 2000  # of a response
-# Of all that is shown: a page has to open, and each token is decoded alone. At least one step.
+# Of all that is shown: a page has to open. At least one step.
 MOST_TOKENS_IN_ALL = 200_000
 Decode = Callable[[Sequence[int]], str]
 
 
-def shown_samples(folder: SampleFolder, decode: Decode) -> list[dict[str, Any]]:
-    """Of the newest steps, the newest first, as many as a page bears: {"step", "groups"}.
+class NewestSamples:
+    """Those of the newest steps; a step that is as it was is neither read nor decoded again."""
 
-    "groups", ``packed``: [{"heading", "prompt", "responses": [{"heading", "tokens", "advantages",
-    "logprobs", "differences", "left_out", "turns"}]}]; "left_out": tokens behind those that are
-    shown; "turns", of an episode: [{"heading", "writer", "branch", "start", "sampled", "end"}].
-    """
-    shown: list[dict[str, Any]] = []
-    num_tokens = 0
-    for step in reversed(folder.steps()):
-        groups = folder.read(step)
-        num_tokens += sum(
-            min(len(response.token_ids), MOST_TOKENS)
-            for group in groups
-            for response in group.responses
-        )
-        if shown and num_tokens > MOST_TOKENS_IN_ALL:
-            break
-        if groups:
-            drawn = [_group(group, decode) for group in groups]
-            shown.append({"step": step, "groups": packed(drawn)})
-    return shown
+    def __init__(self, run_dir: Path, decode: Decode) -> None:
+        self._folder, self._decode = SampleFolder(run_dir), decode
+        self._token = cache(lambda token: readable(decode([token])))  # most come again and again
+        self._kept: dict[int, _Kept] = {}
+
+    def shown(self) -> list[dict[str, Any]]:
+        """As many steps as a page bears, the newest first: {"step", "groups"}.
+
+        "groups", ``packed``: [{"heading", "prompt", "responses": [{"heading", "tokens",
+        "advantages", "logprobs", "differences", "left_out", "turns"}]}]; "left_out": tokens behind
+        those that are shown; "turns", of an episode: [{"heading", "writer", "branch", "start",
+        "sampled", "end"}].
+        """
+        kept: dict[int, _Kept] = {}
+        num_tokens = 0
+        for step, stamp in reversed(stamps(self._folder.path).items()):
+            found = self._kept.get(step)
+            if found is None or found.stamp != stamp:
+                groups = self._folder.read(step)
+                found = _Kept(stamp, _num_shown(groups), groups=groups)
+            num_tokens += found.num_tokens
+            if kept and num_tokens > MOST_TOKENS_IN_ALL:
+                break
+            if found.groups:
+                drawn = [_group(group, self._decode, self._token) for group in found.groups]
+                found = _Kept(stamp, found.num_tokens, packed(drawn))
+            kept[step] = found
+        self._kept = kept
+        return [{"step": step, "groups": own.packed} for step, own in kept.items() if own.packed]
 
 
-def _group(group: SampledGroup, decode: Decode) -> dict[str, Any]:
+class _Kept(NamedTuple):
+    """A step's samples: read, or packed and then no more than that."""
+
+    stamp: Stamp
+    num_tokens: int
+    packed: str = ""
+    groups: Sequence[SampledGroup] = ()
+
+
+def _num_shown(groups: Sequence[SampledGroup]) -> int:
+    return sum(
+        min(len(response.token_ids), MOST_TOKENS)
+        for group in groups
+        for response in group.responses
+    )
+
+
+def _group(group: SampledGroup, decode: Decode, token: Callable[[int], str]) -> dict[str, Any]:
     return {
         "heading": heading(group),
         "prompt": readable(decode(group.prompt_ids)),
         "responses": [
-            _response(number, response, decode) for number, response in enumerate(group.responses)
+            _response(number, response, decode, token)
+            for number, response in enumerate(group.responses)
         ],
     }
 
 
-def _response(number: int, response: SampledResponse, decode: Decode) -> dict[str, Any]:
+def _response(
+    number: int, response: SampledResponse, decode: Decode, token: Callable[[int], str]
+) -> dict[str, Any]:
     shown = response.token_ids[:MOST_TOKENS]
     own = response.token_advantages
     if not own and response.advantage is not None:
         own = [response.advantage] * len(response.token_ids)
     return {
         "heading": response_heading(number, response),
-        "tokens": [readable(decode([token])) for token in shown],
+        "tokens": [token(each) for each in shown],
         "advantages": [None if a is None else round(a, 4) for a in own[: len(shown)]],
         "logprobs": [None if p is None else round(p, 3) for p in response.logprobs[: len(shown)]],
         "differences": response.token_logprob_diffs[: len(shown)],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.parts.long_run import write_long_run
+from benchmarks.parts.long_run import LongRun, write_long_run
 from easyrl.__main__ import command_line
 from easyrl.timeline.folder import TimelineFolder
 from easyrl.timeline.spans import BatchSpans
@@ -41,7 +41,7 @@ def test_a_batch_that_nobody_has_run(tmp_path: Path) -> None:
 def run_dir(tmp_path: Path) -> Path:
     """Batches of which the first that counts is slower than the others."""
     run = tmp_path / "run"
-    write_long_run(run, num_steps=1, num_batches=0, num_endpoints=1)
+    write_long_run(run, LongRun(num_steps=1, num_batches=0, num_endpoints=1))
     for number, train_s in enumerate([0.3, 0.6, 0.2, 0.2, 0.2, 0.3]):
         batch = made(24, train_s)
         TimelineFolder(run).write(BatchSpans(number, 0, batch.start_s, batch.end_s, batch.spans))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.parts.long_run import write_long_run
+from benchmarks.parts.long_run import LongRun, write_long_run
 from easyrl.__main__ import command_line
 from easyrl.commands import report as report_command
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    write_long_run(tmp_path / "run", num_steps=3, num_batches=1, num_endpoints=1)
+    write_long_run(tmp_path / "run", LongRun(num_steps=3, num_batches=1, num_endpoints=1))
     return tmp_path / "run"
 
 
@@ -42,7 +43,11 @@ def test_a_folder_of_no_run_is_refused(tmp_path: Path) -> None:
 def test_a_watched_run_is_written_again_when_it_has_gone_on(run_dir: Path, monkeypatch) -> None:
     pages = []
 
+    mark = run_dir / "report.html.written.svg"
+    marks = []
+
     def sleep(seconds: float) -> None:
+        marks.append(mark.read_text())
         pages.append((run_dir / "report.html").read_text())
         if len(pages) == 1:
             with (run_dir / "metrics.jsonl").open("a") as file:
@@ -59,3 +64,7 @@ def test_a_watched_run_is_written_again_when_it_has_gone_on(run_dir: Path, monke
     assert "<b>4</b>" in second and third == "as it was"
     last = (run_dir / "report.html").read_text()
     assert "<b>4</b>" in last and 'id="follow" checked' not in last  # loads itself no more
+    assert marks[1] == marks[2] and not mark.exists()
+    for page, said in ((first, marks[0]), (second, marks[1])):
+        (number,) = re.findall(r'"number":(\d+)', page)
+        assert f'width="{number}"' in said

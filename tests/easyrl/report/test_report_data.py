@@ -10,11 +10,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.parts.long_run import write_long_run
+from benchmarks.parts.long_run import (
+    LongRun,
+    metrics_line,
+    write_batch,
+    write_long_run,
+    write_samples,
+)
 from easyrl.config import ConfigError
 from easyrl.report.batches import packed_batch
-from easyrl.report.collect import Collected, Verdict, _facts, collect
+from easyrl.report.collect import Collected, Collector, Verdict
+from easyrl.report.columns import Column, MetricsFile
 from easyrl.report.curves import MOST_CURVES, charts_of, curve_of, downsampled
+from easyrl.report.facts import facts_of
 from easyrl.report.packing import unpacked
 from easyrl.report.page import render
 from easyrl.samples.folder import SampleFolder
@@ -32,7 +40,25 @@ def words(config):
 
 
 def found(run_dir: Path) -> Collected:
-    return collect(run_dir, lambda run: Verdict("sound", "on-policy: 3 batches"), words)
+    return Collector(run_dir, lambda run: Verdict("sound", "on-policy: 3 batches"), words).collect()
+
+
+def metrics_of(rows) -> MetricsFile:
+    """What a file of these lines has."""
+    metrics = MetricsFile(Path("metrics.jsonl"))
+    for row in rows:
+        metrics.add(row)
+    return metrics
+
+
+def charts(rows) -> dict[str, list[str]]:
+    """Names of the curves by the chart's title."""
+    found = charts_of(metrics_of(rows).columns)
+    return {chart.title: [c.name for c in curves] for chart, _, curves in found}
+
+
+def shown(report: Collected, but: tuple[str, ...]) -> dict[str, object]:
+    return {name: value for name, value in vars(report).items() if name not in but}
 
 
 def drawn_of(spans):
@@ -42,7 +68,7 @@ def drawn_of(spans):
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    write_long_run(tmp_path / "run", num_steps=30, num_batches=3, num_endpoints=2)
+    write_long_run(tmp_path / "run", LongRun(num_steps=30, num_batches=3, num_endpoints=2))
     responses = [
         SampledResponse(
             [1, 666, 2], "stop", reward=1.0, advantage=0.5, logprobs=[-0.1, None, -2.0]
@@ -101,7 +127,7 @@ def calling(config):
 
 def test_an_episode_is_shown_by_its_turns(run_dir: Path) -> None:
     with_an_episode(run_dir)
-    report = collect(run_dir, lambda run: Verdict("sound", ""), calling)
+    report = Collector(run_dir, lambda run: Verdict("sound", ""), calling).collect()
     (response,) = unpacked(report.samples[0]["groups"])[0]["responses"]
     assert [(t["start"], t["sampled"], t["end"]) for t in response["turns"]] == [
         *((0, 1, 2), (2, 3, 4), (4, 5, 6))
@@ -129,7 +155,7 @@ def test_without_a_tokenizer_samples_are_numbers(run_dir: Path) -> None:
     def refuse(config):
         raise ConfigError("model.path: is not there")
 
-    report = collect(run_dir, lambda run: Verdict("unknown", ""), refuse)
+    report = Collector(run_dir, lambda run: Verdict("unknown", ""), refuse).collect()
     assert unpacked(report.samples[0]["groups"])[0]["prompt"] == "666 8"
     assert "model.path: is not there" in report.notices[0]
 
@@ -149,7 +175,7 @@ def test_what_a_model_writes_is_text(run_dir: Path) -> None:
     with (run_dir / "config.yaml").open("a") as file:
         file.write(f"# {EVIL}\n")
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 31, f"memory/{EVIL}/host_peak_gib": 1.0}) + "\n")
+        file.write(json.dumps({"step": 31, f"memory/{EVIL}/host_peak_gib": 99.0}) + "\n")
     page = render(found(run_dir))
     assert "<script>alert(1)" not in page and "<img src=x" not in page
     start = page.index('id="data">') + len('id="data">')
@@ -186,19 +212,95 @@ def test_a_batch_is_packed_from_its_begin() -> None:
 
 def test_peaks_survive_and_order_stays() -> None:
     draw = random.Random(1)
-    points = [(step, draw.random()) for step in range(10_000)]
-    points[4321], points[8765] = (4321, 50.0), (8765, -50.0)
-    kept = downsampled(points, 1000)
-    assert len(kept) <= 1000 and kept == sorted(kept)
-    assert (4321, 50.0) in kept and (8765, -50.0) in kept
-    assert kept[0] == points[0] and kept[-1] == points[-1]
-    assert downsampled(points[:900], 1000) == points[:900]
+    steps, values = list(range(10_000)), [draw.random() for _ in range(10_000)]
+    values[4321], values[8765] = 50.0, -50.0
+    kept_steps, kept = downsampled(steps, values, 1000)
+    assert len(kept) <= 1000 and kept_steps == sorted(set(kept_steps))
+    assert [values[step] for step in kept_steps] == kept
+    assert {50.0, -50.0} <= set(kept)
+    assert (kept_steps[0], kept_steps[-1]) == (0, 9999)
+    assert downsampled(steps[:900], values[:900], 1000) == (steps[:900], values[:900])
+    assert downsampled([1, 2, 3, 4, 5, 6], [0, 9, 1, 1, -9, 0], 4) == ([1, 2, 5, 6], [0, 9, -9, 0])
+    for size in range(5, 40):  # also where a stretch has one point
+        for most in range(4, size):
+            kept_steps, _ = downsampled(steps[:size], values[:size], most)
+            assert len(kept_steps) <= most and {0, size - 1} <= set(kept_steps)
 
 
 def test_a_curve_leaves_out_what_is_no_number() -> None:
     rows = [{"step": 1, "a": 1.0}, {"step": 2, "a": float("nan")}, {"step": 3, "b": 2.0}]
-    curve = curve_of(rows, "a")
-    assert curve is not None and curve.steps == [1] and curve_of(rows, "c") is None
+    columns = metrics_of(rows).columns
+    assert curve_of("a", columns["a"]).steps == [1] and set(columns) == {"a", "b"}
+
+
+def test_a_curve_has_six_digits() -> None:
+    column = Column()
+    column.add(1, 1 / 3e6)
+    assert curve_of("a", column).values == [3.33333e-7]
+
+
+def test_the_papers_measure_and_the_shares_are_seen_first_and_drawn(run_dir: Path) -> None:
+    report = found(run_dir)
+    facts = dict(report.facts)
+    assert {"tokens/s per device (TPSPD)", "packed tokens/s per device"} <= set(facts)
+    assert facts["trainers train"].endswith(" % of the time") and "endpoints generate" in facts
+    drawn = {chart["title"]: [c["name"] for c in chart["curves"]] for chart in report.charts}
+    assert drawn["Throughput per device: of the sequences (TPSPD), packed"] == [
+        *("throughput/tpspd", "throughput/tokens_per_s_per_device")
+    ]
+    assert "time/trainer_waiting_share" in drawn["Trainers' time in a batch"]
+    assert len(drawn["Endpoints' time in a batch"]) == 4
+
+
+def test_shares_are_of_all_batches_where_the_timeline_has_the_newest_alone(run_dir: Path) -> None:
+    report = found(run_dir)
+    assert report.num_accounted == 30 and len(report.batches) == 3
+    accounts = run_dir / "timeline" / "accounts.jsonl"
+    line = {"lane": "rank 0", "batch": 30, "wall_s": 1e9, "causes": {"step": 1e9}}
+    with accounts.open("a") as file:
+        file.write(json.dumps({"batch": 30, "lanes": [line]}) + "\nhalf a li")
+    assert found(run_dir).shares["ranks"]["step"] == pytest.approx(1.0, abs=1e-5)
+    accounts.unlink()  # of a run of an earlier version
+    without = found(run_dir)
+    assert without.num_accounted == 3 and without.shares["ranks"]["train"] > 0
+
+
+def test_a_report_that_is_made_again_is_the_one_made_anew(run_dir: Path) -> None:
+    collector = Collector(run_dir, lambda run: Verdict("sound", "on-policy: 3 batches"), words)
+    assert collector.collect() == found(run_dir)
+    draw, size = random.Random(2), LongRun(30, 3, 2, num_sample_tokens=40)
+    of_ranks = TimelineFolder(run_dir).read(28)
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(metrics_line(31, draw))
+    write_batch(run_dir, 30, of_ranks)
+    write_samples(run_dir, 31, size, draw)
+    later = collector.collect()
+    simulated = ("advice", "startup")  # half of the batches have to be others
+    assert shown(later, simulated) == shown(found(run_dir), simulated)
+    assert list(later.batches)[-1] == "30" and later.samples[0]["step"] == 31
+    # trained again after a kill: the same names, other contents
+    write_batch(
+        run_dir, 30, [msgspec.structs.replace(each, spans=each.spans[:9]) for each in of_ranks]
+    )
+    write_samples(run_dir, 31, LongRun(30, 3, 2, num_sample_tokens=9), draw)
+    (run_dir / "timeline" / "batch-00000027-rank0.json.gz").unlink()
+    again = collector.collect()
+    assert again.batches == found(run_dir).batches and again.samples == found(run_dir).samples
+    assert list(again.batches) == ["28", "29", "30"]
+
+
+def test_what_is_as_it_was_is_not_packed_again(run_dir: Path, monkeypatch) -> None:
+    from easyrl.report import newest_batches, samples
+
+    collector = Collector(run_dir, lambda run: Verdict("sound", ""), words)
+    collector.collect()
+    packed_again: list[object] = []
+    for module, name in ((newest_batches, "packed_batch"), (samples, "packed")):
+        monkeypatch.setattr(module, name, lambda *told: packed_again.append(told) or "packed")
+    collector.collect()
+    assert not packed_again
+    write_batch(run_dir, 30, TimelineFolder(run_dir).read(28))
+    assert collector.collect().batches["30"] == "packed" and len(packed_again) == 1
 
 
 def test_lanes_beyond_what_is_drawn_are_counted() -> None:
@@ -210,10 +312,10 @@ def test_lanes_beyond_what_is_drawn_are_counted() -> None:
 
 
 def test_timelines_of_more_batches_than_are_shown_are_left_out(tmp_path: Path, monkeypatch) -> None:
-    from easyrl.report import collect as collecting
+    from easyrl.report import newest_batches
 
-    monkeypatch.setattr(collecting, "MOST_BATCHES", 2)
-    write_long_run(tmp_path / "run", num_steps=5, num_batches=1, num_endpoints=1)
+    monkeypatch.setattr(newest_batches, "MOST_BATCHES", 2)
+    write_long_run(tmp_path / "run", LongRun(num_steps=5, num_batches=1, num_endpoints=1))
     folder = TimelineFolder(tmp_path / "run")
     for number in range(4):
         folder.write(batch(TRAINER, 10.0, number))
@@ -264,8 +366,7 @@ def test_a_number_that_was_not_finite_is_left_out(run_dir: Path) -> None:
 
 def test_metrics_of_a_family_are_drawn_together() -> None:
     rows = [{"step": 1, "eval/avg@8": 0.5, "eval/pass@8": 0.9, "reward/exact/mean": 1.0}]
-    charts = {chart.title: [c.name for c in curves] for chart, _, curves in charts_of(rows)}
-    assert charts == {
+    assert charts(rows) == {
         "Held-out accuracy": ["eval/avg@8", "eval/pass@8"],
         "Rewards by name": ["reward/exact/mean"],
     }
@@ -279,8 +380,7 @@ def test_memory_is_drawn_by_kind_and_the_phases_that_take_most() -> None:
         | {"memory/sync/shm_peak_gib": 0.5}
         for step in (1, 2)
     ]
-    charts = {chart.title: [c.name for c in curves] for chart, _, curves in charts_of(rows)}
-    assert charts == {
+    assert charts(rows) == {
         "Memory, peak since the start": ["memory/device_peak_gib", "memory/host_peak_gib"],
         "Device memory by phase, peaks": [
             f"memory/{phase}/device_peak_gib" for phase in phases[-MOST_CURVES:]
@@ -293,10 +393,8 @@ def test_named_sets_are_seen_first_and_drawn_together() -> None:
     rows = [
         {"step": n, "eval/aime24/accuracy": 0.25 * n, "eval/math500/avg@4": 0.5} for n in (0, 1)
     ]
-    (chart,) = charts_of(rows)
-    names = [curve.name for curve in chart[2]]
-    assert names == ["eval/aime24/accuracy", "eval/math500/avg@4"]
-    assert ("aime24 held-out accuracy", "0.000 → 0.250") in _facts(rows)
+    assert charts(rows) == {"Held-out accuracy": ["eval/aime24/accuracy", "eval/math500/avg@4"]}
+    assert ("aime24 held-out accuracy", "0.000 → 0.250") in facts_of(metrics_of(rows), {})
 
 
 def test_scripts_carry_a_number_of_their_own(run_dir: Path) -> None:
