@@ -140,7 +140,8 @@ def _add_timeline(collected: Collected, run_dir: Path, config: Config | None) ->
     }
     synchronous = config is not None and config.run.mode == "sync"
     flat = [each for of_ranks in kept for each in of_ranks]
-    collected.advice = advice(flat, synchronous=synchronous)
+    per_rank = None if config is None else config.parallel.ranks_per_model
+    collected.advice = advice(flat, synchronous=synchronous, devices_per_rank=per_rank)
     collected.startup = startup_line(kept) or ""
 
 
