@@ -126,6 +126,9 @@ MAY_IMPORT = {
     "simulation.replay": "simulation.calibrate simulation.pipeline simulation.setting timeline",
     "simulation.advice": "simulation.calibrate simulation.pipeline simulation.replay"
     " simulation.setting timeline",
+    "simulation.run_setting": "config metrics.trackers runtime.run_files simulation.calibrate"
+    " simulation.replay simulation.setting timeline",
+    "simulation.stated_rates": "config simulation.setting",
     "simulation": "config memory_plan",
     "report": "config metrics.names metrics.trackers runtime.run_files samples timeline"
     " simulation.advice",

@@ -102,5 +102,9 @@ def _end(folder: TimelineFolder, accounts: AccountsFile | None, config: Config) 
         logger.warning("%s: cannot be written (%s); easyrl trace can", path, error.strerror)
         return
     if batches and config.source == "rollouts":  # records have no inference to compare with
-        told = advice(batches, synchronous=config.run.mode == "sync")
+        told = advice(
+            batches,
+            synchronous=config.run.mode == "sync",
+            devices_per_rank=config.parallel.ranks_per_model,
+        )
         print(f"easyrl: {told} (easyrl trace {path.parent})", file=sys.stderr)

@@ -63,7 +63,12 @@ def trace_command(
     print_accounts(accounts, console)
     if (line := startup_line(list(by_number.values()))) is not None:
         console.print(line)
-    console.print(advice(chosen, synchronous=config.run.mode == "sync"))
+    told = advice(
+        chosen,
+        synchronous=config.run.mode == "sync",
+        devices_per_rank=config.parallel.ranks_per_model,
+    )
+    console.print(told)
     first, last = min(by_number), max(by_number)
     console.print(
         f"{path}: batches {first} to {last}, {num_events} events; open it at https://ui.perfetto.dev"

@@ -139,9 +139,10 @@ class Collector:
             return
         told = ""
         if config is None or config.source == "rollouts":  # records have no inference
-            synchronous = config is not None and config.run.mode == "sync"
             told = advice(
-                [each for of_ranks in spans for each in of_ranks], synchronous=synchronous
+                [each for of_ranks in spans for each in of_ranks],
+                synchronous=config is not None and config.run.mode == "sync",
+                devices_per_rank=None if config is None else config.parallel.ranks_per_model,
             )
         self._advised = _Advised(last, told, startup_line(spans) or "")
 

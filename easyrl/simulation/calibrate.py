@@ -17,6 +17,7 @@ from easyrl.timeline.spans import (
     Span,
     by_lane,
     is_endpoint,
+    is_environment,
     is_rank,
     rank_lane,
     spans_of,
@@ -39,10 +40,13 @@ def calibrate(
     batch_size: int,
     group_size: int,
     mode: Literal["async", "sync"],
+    shares_prompts: bool = True,
     devices_per_endpoint: int = 1,
     devices_per_rank: int = 1,
 ) -> Calibration:
     """The setting that ``batches``, each with what all ranks have recorded, were made by.
+
+    Each sample is one request: ``has_episodes`` says of which batches that is not so.
 
     ``places``: requests in flight at an endpoint, the most that a run of this configuration has;
     what the timeline shows is less where a batch does not fill them. Raises ``ValueError`` if there
@@ -55,7 +59,7 @@ def calibrate(
             "few batches more, or state the rates"
         )
     tokens = [int(request.args["response_tokens"]) for request in requests]
-    rates = _rates(batches, requests)
+    rates = _rates(batches, requests, shares_prompts)
     setting = Setting(
         rates,
         Lengths(tuple(tokens), longest=max(tokens)),
@@ -66,6 +70,8 @@ def calibrate(
         group_size=group_size,
         prompt_tokens=round(statistics.mean(int(r.args["prompt_tokens"]) for r in requests)),
         mode=mode,
+        shares_prompts=shares_prompts,
+        updates=statistics.mode(_num_updates(of_ranks) for of_ranks in batches),
         devices_per_endpoint=devices_per_endpoint,
         devices_per_rank=devices_per_rank,
     )
@@ -78,16 +84,27 @@ def seconds_of(of_ranks: Sequence[BatchSpans]) -> float:
     return max(each.end_s - each.start_s for each in of_ranks)
 
 
-def trained_share_of(batches: Sequence[Sequence[BatchSpans]], group_size: float) -> float:
-    """The part of the packed tokens, each group with its prompt once, that was trained."""
+def has_episodes(batches: Sequence[BatchSpans]) -> bool:
+    """Whether samples of theirs were more than one request each, with an environment in between."""
+    return any(is_environment(span.lane) for span in spans_of(batches))
+
+
+def trained_share_of(
+    batches: Sequence[Sequence[BatchSpans]], group_size: float, *, shares_prompts: bool
+) -> float:
+    """The part of the packed tokens that was trained.
+
+    Above 1 where more were than ``shares_prompts`` has it.
+    """
     spans = [span for of_ranks in batches for span in _spans(of_ranks)]
     trained = sum(int(s.args.get("num_tokens", 0)) for s in spans if s.name == "train")
+    responses_of_a_prompt = group_size if shares_prompts else 1
     packed = sum(
-        int(span.args["response_tokens"]) + int(span.args["prompt_tokens"]) / group_size
+        int(span.args["response_tokens"]) + int(span.args["prompt_tokens"]) / responses_of_a_prompt
         for span in spans
         if span.name == REQUEST
     )
-    return min(trained / packed, 1.0) if packed else 0.0
+    return trained / packed if packed else 0.0
 
 
 def most_in_flight(batches: Sequence[Sequence[BatchSpans]]) -> int:
@@ -101,7 +118,9 @@ def most_in_flight(batches: Sequence[Sequence[BatchSpans]]) -> int:
     return max(counts, default=1)
 
 
-def _rates(batches: Sequence[Sequence[BatchSpans]], requests: Sequence[Span]) -> Rates:
+def _rates(
+    batches: Sequence[Sequence[BatchSpans]], requests: Sequence[Span], shares_prompts: bool
+) -> Rates:
     step_s, each_s, prompt_s, request_s = _decode_rates(batches)
     trained = [s for of_ranks in batches for s in _spans(of_ranks) if s.name == "train"]
     trained_tokens = sum(int(span.args.get("num_tokens", 0)) for span in trained)
@@ -123,7 +142,8 @@ def _rates(batches: Sequence[Sequence[BatchSpans]], requests: Sequence[Span]) ->
         request_s=request_s + (statistics.mean(scored) if scored else 0.0),
         train_token_s=sum(span.seconds for span in trained) / trained_tokens,
         train_group_s=beside / max(num_groups, 1),
-        trained_share=trained_share_of(batches, group_size),
+        trained_share=trained_share_of(batches, group_size, shares_prompts=shares_prompts),
+        update_s=statistics.median(_update_s(of_ranks) for of_ranks in batches),
         border_s=statistics.median(_border_s(of_ranks) for of_ranks in batches),
     )
 
@@ -162,6 +182,24 @@ def _decode_rates(batches: Sequence[Sequence[BatchSpans]]) -> tuple[float, ...]:
 
 def _rank(matrix: np.ndarray) -> int:
     return int(np.linalg.matrix_rank(matrix, tol=1e-6))
+
+
+def _num_updates(of_ranks: Sequence[BatchSpans]) -> int:
+    """Optimizer steps."""
+    return max(1, *(len(_phases(each, "step")) for each in of_ranks))
+
+
+def _update_s(of_ranks: Sequence[BatchSpans]) -> float:
+    """What an optimizer step before the last one takes, of the slowest rank; 0 without one."""
+    return max(
+        sum(statistics.mean(_phases(each, name)[:-1] or [0.0]) for name in ("check", "step"))
+        for each in of_ranks
+    )
+
+
+def _phases(batch: BatchSpans, name: str) -> list[float]:
+    """Seconds of a rank's phases of one name, in order."""
+    return [s.seconds for s in batch.spans if s.lane == rank_lane(batch.rank) and s.name == name]
 
 
 def _border_s(of_ranks: Sequence[BatchSpans]) -> float:

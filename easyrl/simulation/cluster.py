@@ -20,12 +20,12 @@ from easyrl.memory_plan.model_shape import ModelShape
 from easyrl.memory_plan.plan import plan_memory
 from easyrl.memory_plan.verdict import LEFT_FREE
 from easyrl.simulation.devices import Assumed, Device
+from easyrl.simulation.line_search import search_beside, stride_of
 from easyrl.simulation.pipeline import simulate
 from easyrl.simulation.roofline import ModelWork, Server, Trainer, rates_of
 from easyrl.simulation.setting import Lengths, Outcome, Setting
 
 SERVER_DEVICES = (1, 2, 4, 8)
-MOST_DIVISIONS = 24  # of one server and one split, and a few more
 NUM_DRAWS = 2
 CLOSE = 0.97  # bounds are by expected lengths, simulations by drawn ones
 MAX_PROMPT_TOKENS = 1024  # that memory is planned for
@@ -153,15 +153,41 @@ class _Search:
 
     def run(self) -> list[Division]:
         found: list[Division] = []
-        for bound_s, setting, split in sorted(self._candidates(), key=lambda each: each.bound_s):
-            if found and CLOSE * bound_s >= min(each.outcome.step_s for each in found):
+        for candidate in sorted(self._candidates(), key=lambda each: each.bound_s):
+            if found and CLOSE * candidate.bound_s >= min(each.outcome.step_s for each in found):
                 break
-            if self._memory.needed(split, setting.ranks) <= self._device.memory * (1 - LEFT_FREE):
-                outcome = simulate(setting, num_draws=NUM_DRAWS)
-                found.append(Division(setting, split, outcome))
+            found += self._simulated(candidate)
         if not found:
             raise ValueError(self._why_not())
-        return sorted(found, key=lambda each: each.outcome.step_s)
+        best = min(found, key=lambda each: each.outcome.step_s)
+        return sorted([*found, *self._beside(best)], key=lambda each: each.outcome.step_s)
+
+    def _simulated(self, candidate: _Candidate) -> list[Division]:
+        """None if it has not the memory."""
+        _, setting, split = candidate
+        if self._memory.needed(split, setting.ranks) > self._device.memory * (1 - LEFT_FREE):
+            return []
+        return [Division(setting, split, simulate(setting, num_draws=NUM_DRAWS))]
+
+    def _beside(self, best: Division) -> list[Division]:
+        """With the same servers and split, what lies between the numbers of endpoints on the grid
+        and is worth a try."""
+        server, split = self._server(best.setting.devices_per_endpoint), best.split
+        most = self._most(server, split)
+        found: list[Division] = []
+
+        def cost_of(endpoints: int) -> float | None:
+            if endpoints == best.setting.endpoints:
+                return best.outcome.step_s
+            ranks = self._ranks(server, split, endpoints) if 1 <= endpoints <= most else 0
+            if not ranks:
+                return None
+            own = self._simulated(self._candidate(server, split, endpoints, ranks))
+            found.extend(own)
+            return own[0].outcome.step_s if own else None
+
+        search_beside(best.setting.endpoints, stride_of(most), cost_of)
+        return found
 
     def _servers(self) -> Iterator[Server]:
         """That hold the weights and one sequence of the longest."""
@@ -176,13 +202,19 @@ class _Search:
     def _candidates(self) -> Iterator[_Candidate]:
         for server in self._servers():
             for split in SPLITS:
-                most = (self._devices - split.devices) // server.devices
-                for endpoints in range(1, most + 1, max(most // MOST_DIVISIONS, 1)):
-                    left = self._devices - endpoints * server.devices
-                    # a rank without a group has nothing to do
-                    ranks = min(left // split.devices, self._workload.batch_size)
-                    if ranks:
+                most = self._most(server, split)
+                for endpoints in range(1, most + 1, stride_of(max(most, 1))):
+                    if ranks := self._ranks(server, split, endpoints):
                         yield self._candidate(server, split, endpoints, ranks)
+
+    def _most(self, server: Server, split: ModelSplit) -> int:
+        """Endpoints, beside one copy of the model."""
+        return (self._devices - split.devices) // server.devices
+
+    def _ranks(self, server: Server, split: ModelSplit, endpoints: int) -> int:
+        """A rank without a group has nothing to do."""
+        left = self._devices - endpoints * server.devices
+        return min(left // split.devices, self._workload.batch_size)
 
     def _candidate(
         self, server: Server, split: ModelSplit, endpoints: int, ranks: int
@@ -198,13 +230,7 @@ class _Search:
             self._context,
             workload.frozen,
         )
-        rates = rates_of(
-            server,
-            trainer,
-            group_size=workload.group_size,
-            prompt_tokens=workload.prompt_tokens,
-            shares_prompts=workload.shares_prompts,
-        )
+        rates = rates_of(server, trainer, prompt_tokens=workload.prompt_tokens)
         setting = Setting(
             rates,
             workload.lengths,
@@ -215,6 +241,7 @@ class _Search:
             group_size=workload.group_size,
             prompt_tokens=workload.prompt_tokens,
             mode=workload.mode,
+            shares_prompts=workload.shares_prompts,
             devices_per_endpoint=server.devices,
             devices_per_rank=split.devices,
         )
@@ -222,7 +249,8 @@ class _Search:
         running = server.most_running
         token_s = rates.decode_s(running) / running  # in full servers, the least
         generation_s = workload.batch_size * responses * token_s / endpoints
-        group_s = (workload.prompt_tokens + responses) * rates.train_token_s + rates.train_group_s
+        prompts = 1 if workload.shares_prompts else workload.group_size
+        group_s = (prompts * workload.prompt_tokens + responses) * rates.train_token_s
         training_s = workload.batch_size * group_s / ranks
         if workload.mode == "sync":
             bound_s = generation_s + training_s

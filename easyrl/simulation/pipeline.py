@@ -2,16 +2,19 @@
 
 Groups are dispatched in order, each to the endpoint with the most free places, when it has one; its
 samples are decoded beside whatever else is there, all at the same speed. A finished group waits for
-a rank, which trains it; when all are trained the border follows. In a synchronous run ranks begin
-when all groups are there. Training holds no request up: the two are computed one behind the other.
+a rank, which trains it; when all are trained the border follows. With several optimizer steps each
+has its slice of the groups and waits for the one before. In a synchronous run ranks begin when all
+groups are there. Training holds no request up: the two are computed one behind the other.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,35 +37,46 @@ def simulate_batch(setting: Setting, lengths: Sequence[Sequence[int]]) -> Outcom
     """One batch. ``lengths``: tokens of each response of each group, in the order of dispatch."""
     generation = _Generation(setting)
     arrivals = generation.run(lengths)
-    rates, work = setting.rates, []
-    for _, number in arrivals:
-        packed = (setting.prompt_tokens + sum(lengths[number])) * rates.trained_share
-        work.append(packed * rates.train_token_s + rates.train_group_s)
-    arrivals_s = [arrival_s for arrival_s, _ in arrivals]
-    end_s = rates.border_s + trained_s(
-        arrivals_s, work, setting.ranks, synchronous=setting.mode == "sync"
-    )
+    rates = setting.rates
+    per_update = math.ceil(len(lengths) / setting.updates)
+    arrived: list[list[Arrival]] = [[] for _ in range(setting.updates)]
+    for arrival_s, number in arrivals:
+        packed = setting.packed_tokens(lengths[number]) * rates.trained_share
+        work_s = packed * rates.train_token_s + rates.train_group_s
+        arrived[number // per_update].append(Arrival(arrival_s, work_s))
+    last_s = arrivals[-1][0]
+    end_s = (last_s if setting.mode == "sync" else 0.0) - rates.update_s
+    for groups in filter(None, arrived):
+        end_s = trained_s(groups, setting.ranks, start_s=end_s + rates.update_s)
+    end_s += rates.border_s
+    work_s = sum(group.work_s for groups in arrived for group in groups)
     num_sequences = sum(map(len, lengths))
     return Outcome(
         step_s=end_s,
-        first_group_s=arrivals_s[0],
-        last_group_s=arrivals_s[-1],
+        first_group_s=arrivals[0][0],
+        last_group_s=last_s,
         tokens=float(sum(map(sum, lengths)) + num_sequences * setting.prompt_tokens),
-        training_idle=1 - sum(work) / (end_s * setting.ranks),
+        training_idle=1 - work_s / (end_s * setting.ranks),
         inference_idle=1 - generation.busy_s / (end_s * setting.endpoints * setting.places),
     )
 
 
-def trained_s(
-    arrivals_s: Sequence[float], work_s: Sequence[float], ranks: int, *, synchronous: bool
-) -> float:
-    """When the last group is trained: each is taken by the rank that is free first (paper §4.3).
+class Arrival(NamedTuple):
+    """A complete group."""
 
-    ``arrivals_s``: when each group is complete, ascending; ``work_s``: what it takes a rank.
+    arrival_s: float
+    work_s: float  # what its training takes a rank
+
+
+def trained_s(groups: Sequence[Arrival], ranks: int, *, start_s: float) -> float:
+    """When the last of ``groups`` is trained: each is taken by the rank that is free first (paper
+    §4.3).
+
+    In the order of their arrival. ``start_s``: before it no rank is free.
     """
-    free_s = [arrivals_s[-1] if synchronous else 0.0] * ranks
-    for arrival_s, seconds in zip(arrivals_s, work_s, strict=True):
-        heapq.heapreplace(free_s, max(free_s[0], arrival_s) + seconds)
+    free_s = [start_s] * ranks
+    for arrival_s, work_s in groups:
+        heapq.heapreplace(free_s, max(free_s[0], arrival_s) + work_s)
     return max(free_s)
 
 
@@ -108,6 +122,30 @@ class _Endpoint:
         self._admit()
         return ended
 
+    def rest(self) -> dict[int, float]:
+        """When the last sequence of each group that is left ends; nothing is added any more."""
+        running, waiting = self._running, self._waiting
+        ended: dict[int, float] = {}
+        while waiting:
+            end, group = heapq.heappop(running)
+            self._pass_to(end, len(running) + 1)
+            ended[group] = self._since_s
+            tokens, group = waiting.popleft()
+            heapq.heappush(running, (self._made + tokens, group))
+        running.sort()
+        for number, (end, group) in enumerate(running):
+            self._pass_to(end, len(running) - number)
+            ended[group] = self._since_s
+        return ended
+
+    def _pass_to(self, made: float, running: int) -> None:
+        """Until sequences have so many tokens; ``running`` are decoded."""
+        if made > self._made:
+            passed_s = (made - self._made) * self._rates.decode_s(running)
+            self._since_s += passed_s
+            self.busy_s += passed_s * running
+            self._made = made
+
     def _pass(self, now_s: float) -> None:
         """Counts what has been decoded since the last look."""
         passed_s, self._since_s = now_s - self._since_s, now_s
@@ -148,16 +186,20 @@ class _Generation:
                 self._endpoints[number].add(now_s, sent, lengths[sent])
                 self._note(number)
                 sent += 1
-            if not self._ends:
-                return arrivals
+            if sent == len(lengths):
+                break
             now_s = self._ends[0][0]
             for number in self._ending(now_s):  # all of them, before the next group is sent
                 for group in self._endpoints[number].finish(now_s):
                     missing[group] -= 1
                     if not missing[group]:
-                        # what is before its first token is as long at the end
-                        arrivals.append((now_s + self._before_s, group))
+                        arrivals.append((now_s, group))
                 self._note(number)
+        # From here on no endpoint has to do with another one.
+        rest = [endpoint.rest() for endpoint in self._endpoints]
+        arrivals += sorted((end_s, group) for ended in rest for group, end_s in ended.items())
+        # what is before a group's first token is as long at its end
+        return [(end_s + self._before_s, group) for end_s, group in arrivals]
 
     def _ending(self, now_s: float) -> list[int]:
         """Endpoints of which a sequence ends now; none if all that was said has changed since."""

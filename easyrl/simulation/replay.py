@@ -27,7 +27,9 @@ def replayed(batches: Sequence[Sequence[BatchSpans]], setting: Setting) -> list[
     found = []
     for of_ranks in batches:
         if lengths := lengths_of(of_ranks, setting.group_size):
-            share = trained_share_of([of_ranks], setting.group_size)
+            share = trained_share_of(
+                [of_ranks], setting.group_size, shares_prompts=setting.shares_prompts
+            )
             own = replace(setting, rates=replace(setting.rates, trained_share=share))
             found.append(ReplayedBatch(seconds_of(of_ranks), simulate_batch(own, lengths).step_s))
     return found

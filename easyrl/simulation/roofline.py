@@ -8,6 +8,7 @@ part of a device's peaks is reached is assumed (``devices.Assumed``).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from easyrl.memory_plan.model_shape import ModelShape
@@ -204,26 +205,28 @@ class RooflineRates(Rates):
         return self.decode_by_running[running - 1]
 
 
-def rates_of(
-    server: Server, trainer: Trainer, *, group_size: int, prompt_tokens: int, shares_prompts: bool
-) -> RooflineRates:
-    """``shares_prompts``: False where each response is trained with a prompt of its own."""
+def rates_of(server: Server, trainer: Trainer, *, prompt_tokens: int) -> RooflineRates:
     work, assumed = server.work, server.assumed
-    table = tuple(server.decode_s(running) for running in range(1, server.most_running + 1))
+    table = _decode_table(server)
     each_s = (table[-1] - table[0]) / max(len(table) - 1, 1)
     peak = server.device.flops * server.devices * mfu(work, assumed, assumed.forward)
-    repeated = 0 if shares_prompts else (group_size - 1) * prompt_tokens
     return RooflineRates(
         decode_step_s=table[0] - each_s,
         decode_each_s=each_s,
         prefill_s=work.forward_flops(prompt_tokens / 2) / peak,
         request_s=0.0,
         train_token_s=trainer.token_s,
-        train_group_s=repeated * trainer.token_s,
+        train_group_s=0.0,
         trained_share=1.0,
+        update_s=0.0,
         border_s=trainer.border_s,
         decode_by_running=table,
     )
+
+
+@cache
+def _decode_table(server: Server) -> tuple[float, ...]:
+    return tuple(server.decode_s(running) for running in range(1, server.most_running + 1))
 
 
 def mfu(work: ModelWork, assumed: Assumed, share: float) -> float:

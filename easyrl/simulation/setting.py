@@ -10,6 +10,10 @@ from typing import Literal
 import numpy as np
 
 MOST_SIGMA = 10.0
+_POSITIVE = (
+    *("endpoints", "places", "ranks", "batch_size", "group_size", "prompt_tokens", "updates"),
+    *("devices_per_endpoint", "devices_per_rank"),
+)
 
 
 def require_lengths(mean: float | None, sigma: float) -> None:
@@ -61,7 +65,10 @@ class Rates:
     request_s: float  # of a request, whatever its length; its score too
     train_token_s: float  # of a packed token on one rank
     train_group_s: float  # of a group, whatever its length: packing, journal
-    trained_share: float  # of a batch's packed tokens; what carries no signal is left out
+    # of a batch's packed tokens; left out is what carries no signal, and what responses share
+    # behind the prompt
+    trained_share: float
+    update_s: float  # of an optimizer step that is not the batch's last, with what is beside it
     border_s: float  # from the last micro-batch's end to the next batch's first request
 
     def decode_s(self, running: int) -> float:
@@ -82,17 +89,24 @@ class Setting:
     group_size: int  # G, responses of each
     prompt_tokens: int
     mode: Literal["async", "sync"] = "async"
+    shares_prompts: bool = True  # a group is trained with its prompt once, not with each response
+    updates: int = 1  # optimizer steps, each on its slice of the prompts
     devices_per_endpoint: int = 1
     devices_per_rank: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("endpoints", "places", "ranks", "batch_size", "group_size", "prompt_tokens"):
+        for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: has to be positive, and is {getattr(self, name)}")
 
     @property
     def devices(self) -> int:
         return self.endpoints * self.devices_per_endpoint + self.ranks * self.devices_per_rank
+
+    def packed_tokens(self, responses: Sequence[int]) -> int:
+        """Of a group whose responses have so many tokens each."""
+        prompts = 1 if self.shares_prompts else len(responses)
+        return prompts * self.prompt_tokens + sum(responses)
 
 
 @dataclass(frozen=True)

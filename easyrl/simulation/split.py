@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from easyrl.simulation.line_search import search_beside, stride_of
 from easyrl.simulation.pipeline import simulate
 from easyrl.simulation.setting import Outcome, Setting
 
-MOST_SPLITS = 24  # simulated of one number of devices
+NUM_DRAWS = 2  # batches of each division ...
+LARGE = 1000  # prompts: ... of a batch with more one, whose lengths are as those of any other
 
 
 class Split(NamedTuple):
@@ -19,36 +21,40 @@ class Split(NamedTuple):
     outcome: Outcome
     fits: bool | None  # in a rank's memory; None: not known
 
+    @property
+    def cost(self) -> tuple[bool, float]:
+        return self.fits is False, self.outcome.step_s
+
 
 def splits_of(
     devices: int,
     setting: Setting,
     *,
     fits: Callable[[int], bool | None] = lambda ranks: None,
-    num_draws: int = 2,
 ) -> list[Split]:
     """Divisions of ``devices``, the fastest first; those that do not fit last.
 
+    All that use the devices, where those are few; else a grid of them and what is beside its best.
     ``fits``: whether so many ranks have the memory. Raises ``ValueError`` if they are too few for
     one endpoint and one rank.
     """
-    found = []
-    for endpoints, ranks in _divisions(devices, setting):
-        own = replace(setting, endpoints=endpoints, ranks=ranks)
-        found.append(Split(own, simulate(own, num_draws=num_draws), fits(ranks)))
-    if not found:
+    most = (devices - setting.devices_per_rank) // setting.devices_per_endpoint
+    if most < 1:
         least = setting.devices_per_endpoint + setting.devices_per_rank
         raise ValueError(f"--devices: {devices} are too few; an endpoint and a rank take {least}")
-    return sorted(found, key=lambda split: (split.fits is False, split.outcome.step_s))
+    num_draws = NUM_DRAWS if setting.batch_size <= LARGE else 1
+    found: dict[int, Split] = {}
 
+    def tried(endpoints: int) -> Split:
+        if endpoints not in found:
+            left = devices - endpoints * setting.devices_per_endpoint
+            # a rank without a group has nothing to do
+            ranks = min(left // setting.devices_per_rank, setting.batch_size)
+            own = replace(setting, endpoints=endpoints, ranks=ranks)
+            found[endpoints] = Split(own, simulate(own, num_draws=num_draws), fits(ranks))
+        return found[endpoints]
 
-def _divisions(devices: int, setting: Setting) -> Iterator[tuple[int, int]]:
-    """Endpoints and ranks: each that uses all devices, or as many as are worth a simulation."""
-    most = (devices - setting.devices_per_rank) // setting.devices_per_endpoint
-    numbers = range(1, most + 1)
-    stride = max(len(numbers) // MOST_SPLITS, 1)
-    for endpoints in numbers[::stride]:
-        ranks = (devices - endpoints * setting.devices_per_endpoint) // setting.devices_per_rank
-        ranks = min(ranks, setting.batch_size)  # a rank without a group has nothing to do
-        if ranks >= 1:
-            yield endpoints, ranks
+    stride = stride_of(most)
+    best = min(range(1, most + 1, stride), key=lambda number: tried(number).cost)
+    search_beside(best, stride, lambda number: tried(number).cost if 1 <= number <= most else None)
+    return sorted(found.values(), key=lambda split: split.cost)

@@ -97,7 +97,8 @@ def test_a_run_leaves_a_trace_and_accounts_that_add_up(
     assert last["time/startup_sync_s"] >= last["time/startup_async_s"] > 0
     assert 0 < sum(step["time/timeline_s"] for step in metrics) < 0.5
 
-    assert "twice the training devices would save" in said
+    # as two cores may have it: batches of a run beside other work can be unlike each other
+    assert "(the simulation is " in said or "no advice is given" in said
     shown = subprocess.run(
         [sys.executable, "-m", "easyrl", "trace", str(run_dir), "--batches", "2:"],
         capture_output=True,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.parts.overlap.runs import CONFIG, Mode, Workload
+from easyrl.runtime.machine import free_port
 from easyrl.timeline.reading import kept_batches, read_batch
 from easyrl.timeline.spans import BatchSpans
 
@@ -38,6 +39,7 @@ class SleepingRun:
     num_batches: int
     places: int  # requests in flight at an endpoint
     train_s: float  # that each micro-batch takes beside its own work
+    num_ranks: int = 1  # data-parallel, which share the places
 
     def batches(
         self,
@@ -61,12 +63,26 @@ class SleepingRun:
             overrides += [setting.format(folder=self.folder) for setting in settings]
             planted = [part, str(planted_s), str(self.train_s)]
             module = "benchmarks.parts.accounting.planted"
-            command = [sys.executable, "-m", module, *planted, CONFIG, *overrides]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            command = [*self._start, module, *planted, CONFIG, *overrides]
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "DS_ACCELERATOR": "cpu",
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            }
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             if done.returncode != 0:
                 sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
             return [read_batch(run_dir, number) for number in kept_batches(run_dir)[1:-1]]
+
+    @property
+    def _start(self) -> list[str]:
+        """What starts a module: one rank without the launcher."""
+        if self.num_ranks == 1:
+            return [sys.executable, "-m"]
+        launcher = Path(sys.executable).with_name("deepspeed")
+        ranks = ["--num_accelerators", str(self.num_ranks), "--master_port", str(free_port())]
+        return [sys.executable, str(launcher), "--quiet", *ranks, "--no_local_rank", "--module"]
 
 
 def seconds_of(batches: Sequence[Sequence[BatchSpans]]) -> float:

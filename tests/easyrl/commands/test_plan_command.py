@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from benchmarks.parts.long_run import LongRun, write_long_run
 from easyrl.__main__ import command_line
 from easyrl.timeline.folder import TimelineFolder
-from easyrl.timeline.spans import BatchSpans
+from easyrl.timeline.spans import BatchSpans, Span
 from tests.easyrl.simulation.test_advice import made
 
 OF_8B = ["--model", "8b", "--device", "h100", "--devices", "16", "--batch-size", "16"]
@@ -72,11 +72,75 @@ def test_another_setting_has_nothing_measured(run_dir: Path) -> None:
     assert "measured" not in run(str(run_dir), "--devices", "9").split("below:")[1]
 
 
+def add_metrics(run_dir: Path, devices: float) -> None:
+    line = {"step": 2, "throughput/devices": devices}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+
+
+def add_config(run_dir: Path, text: str) -> None:
+    file = run_dir / "config.yaml"
+    file.write_text(file.read_text() + text)
+
+
+def test_devices_are_those_that_the_run_has_counted(run_dir: Path) -> None:
+    """A server on four devices and a model on two: TPSPD is over six, and of 12 two copies are
+    beside two servers."""
+    add_config(run_dir, "parallel: {tensor: 2}\n")
+    add_metrics(run_dir, 6.0)
+    (row,) = json.loads(run(str(run_dir), "--json"))["rows"]
+    assert (row["devices_per_endpoint"], row["devices_per_rank"]) == (4, 2)
+    assert row["tpspd"] == pytest.approx(row["tokens"] / row["step_s"] / 6)
+    rows = json.loads(run(str(run_dir), "--devices", "12", "--json"))["rows"]
+    assert {(each["endpoints"], each["ranks"]) for each in rows} == {(1, 4), (2, 2)}
+    stated = json.loads(run(str(run_dir), "--devices-per-endpoint", "8", "--json"))["rows"]
+    assert [(each["devices_per_endpoint"], each["devices_per_rank"]) for each in stated] == [(8, 2)]
+
+
+def test_devices_of_an_endpoint_are_those_of_the_configuration(run_dir: Path) -> None:
+    add_metrics(run_dir, 5.0)
+    file = run_dir / "config.yaml"
+    text = file.read_text()
+    file.write_text(
+        text.replace("http://127.0.0.1:1]", "http://127.0.0.1:1], devices_per_endpoint: 2")
+    )
+    (row,) = json.loads(run(str(run_dir), "--json"))["rows"]
+    assert (row["devices_per_endpoint"], row["devices_per_rank"]) == (2, 1)
+
+
+def test_prompts_that_the_run_did_not_share_are_not_shared(run_dir: Path) -> None:
+    add_config(run_dir, "trainer: {packing: none}\n")
+    (row,) = json.loads(run(str(run_dir), "--json"))["rows"]
+    assert row["shares_prompts"] is False
+
+
+def test_episodes_are_refused(run_dir: Path) -> None:
+    batch = made(24, 0.2)
+    spans = [*batch.spans, Span("environment tools", "episode", 0.0, 1.0)]
+    TimelineFolder(run_dir).write(BatchSpans(2, 0, batch.start_s, batch.end_s, spans))
+    said = " ".join(run(str(run_dir), status=2).split())
+    assert "its samples are episodes (environments)" in said and "easyrl trace" in said
+
+
+def test_rates_of_a_run_are_what_can_be_stated(run_dir: Path, tmp_path: Path) -> None:
+    (of_run,) = json.loads(run(str(run_dir), "--json"))["rows"]
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(of_run["rates"]))
+    tree = json.loads(run("--rates", str(file), "--endpoints", "2", "--json"))
+    (row,) = tree["rows"]
+    assert row["rates"] == of_run["rates"] and tree["measured_step_s"] is None
+    numbers = [row[name] for name in ("endpoints", "places", "ranks", "batch_size", "group_size")]
+    assert numbers == [2, 32, 1, 64, 16] and row["prompt_tokens"] == 150
+    divided = run("--rates", str(file), "--devices", "6", "--prompt-tokens", "10")
+    assert "no run: rates as stated" in divided and "not known" in divided
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         ((), "give a run's folder, or --model and --device"),
         (("runs/x", "--model", "8b"), "give a run's folder, or --model and --device"),
+        (("--model", "8b", "--rates", "x"), "give a run's folder, or --model and --device, or"),
+        (("--rates", "not/there.json"), "not/there.json"),
         (("--model", "7b"), "'7b' is no folder, and none of 8b"),
         (("--model", "8b", "--device", "tpu"), "'tpu' is not known; one of 910b, h100"),
         (("--model", "8b", "--ranks", "4"), "leave out --endpoints"),

@@ -8,6 +8,7 @@ import pytest
 
 from easyrl.simulation.calibrate import calibrate
 from easyrl.simulation.pipeline import simulate
+from easyrl.simulation.setting import Lengths
 from easyrl.simulation.split import splits_of
 from easyrl.timeline.spans import BatchSpans, Span
 from tests.easyrl.simulation.test_pipeline import SETTING
@@ -78,6 +79,71 @@ def test_the_best_division_is_first_and_uses_no_more_than_there_is() -> None:
     assert found[0].setting.ranks > found[0].setting.endpoints
     one = simulate(found[0].setting, num_draws=2)
     assert one.step_s == found[0].outcome.step_s
+
+
+@pytest.mark.parametrize("devices", [64, 65])
+def test_of_few_devices_all_divisions_are_tried(devices: int) -> None:
+    setting = replace(SETTING, batch_size=64)
+    tried = {split.setting.endpoints for split in splits_of(devices, setting)}
+    assert tried == set(range(1, devices))
+
+
+@pytest.mark.parametrize("train_s", [0.02, 0.3, 3.0])
+def test_of_many_the_best_is_as_good_as_the_best_of_all(train_s: float) -> None:
+    rates = replace(SETTING.rates, train_token_s=0.0, train_group_s=train_s)
+    lengths = Lengths(mean=100, sigma=0.5, longest=400)
+    setting = replace(SETTING, batch_size=300, places=2, rates=rates, lengths=lengths)
+    tried = splits_of(200, setting)
+    assert len(tried) < 60
+    best = tried[0]
+    beside = {best.setting.endpoints - 1, best.setting.endpoints + 1} - {0, 200}
+    assert beside <= {split.setting.endpoints for split in tried}
+    seconds = [
+        simulate(replace(setting, endpoints=n, ranks=200 - n), num_draws=2).step_s
+        for n in range(1, 200)
+    ]
+    assert best.outcome.step_s <= min(seconds) * 1.02
+
+
+def test_prompts_are_trained_with_each_response_where_they_are_not_shared() -> None:
+    """A group of three more responses has three prompts more."""
+    batches = [made_batch(number) for number in range(4)]
+    tokens = sum(  # of all requests of a batch, each with its prompt
+        int(s.args["response_tokens"]) + int(s.args["prompt_tokens"])
+        for s in batches[0][0].spans
+        if s.name == "request"
+    )
+    assert tokens == 4 * (50 + 20) + 8 * (60 + 20)
+    settings = [
+        calibrate(
+            batches, places=8, batch_size=3, group_size=4, mode="async", shares_prompts=shares
+        ).setting
+        for shares in (True, False)
+    ]
+    shared, unshared = settings
+    assert unshared.rates.trained_share < shared.rates.trained_share
+    group = [60] * 4
+    trained = [s.packed_tokens(group) * s.rates.trained_share for s in settings]
+    assert trained[0] == pytest.approx(trained[1], rel=0.05)  # as it was
+    more = [s.packed_tokens([60] * 7) * s.rates.trained_share for s in settings]
+    assert more[1] - more[0] > 2 * abs(trained[1] - trained[0])
+
+
+def test_steps_of_a_batch_are_told_from_its_border() -> None:
+    """Of two optimizer steps the first is not the border's."""
+    batches = [made_batch(number) for number in range(4)]
+    for (each,) in batches:
+        start_s = each.start_s
+        kept = [s for s in each.spans if not (s.lane == "rank 0" and s.start_s >= start_s + 1.25)]
+        kept.append(Span("rank 0", "train", start_s + 1.25, start_s + 1.75, {"num_tokens": 250}))
+        kept += phases(("check", 0.05), ("step", 0.2), start_s=start_s + 1.75)
+        kept.append(Span("rank 0", "train", start_s + 2.0, start_s + 2.5, {"num_tokens": 250}))
+        kept += phases(("check", 0.1), ("step", 0.4), start_s=start_s + 2.5)
+        each.spans[:] = kept
+    setting = calibrate(batches, places=8, batch_size=4, group_size=3, mode="async").setting
+    assert setting.updates == 2
+    assert setting.rates.update_s == pytest.approx(0.25)
+    assert setting.rates.border_s == pytest.approx(0.25 + 0.5)
 
 
 def test_what_does_not_fit_is_last() -> None:

@@ -21,6 +21,7 @@ RATES = Rates(
     train_token_s=0.001,
     train_group_s=0.0,
     trained_share=1.0,
+    update_s=0.0,
     border_s=0.5,
 )
 SETTING = Setting(
@@ -63,6 +64,25 @@ def test_prompts_requests_and_groups_cost_what_they_cost() -> None:
     outcome = simulate_batch(replace(SETTING, rates=rates, batch_size=1), np.array([[100, 40]]))
     assert outcome.first_group_s == pytest.approx(1.0 + 0.1 + 0.1)
     assert outcome.step_s == pytest.approx(1.2 + 190 * 0.5 * 0.001 + 0.3 + 0.5)
+
+
+def test_prompts_that_are_not_shared_are_trained_with_each_response() -> None:
+    alone = replace(SETTING, batch_size=1, shares_prompts=False)
+    outcome = simulate_batch(alone, [[100, 40]])
+    assert outcome.step_s == pytest.approx(1.0 + (2 * 50 + 140) * 0.001 + 0.5)
+
+
+def test_updates_have_slices_of_the_prompts_one_behind_the_other() -> None:
+    rates = replace(RATES, update_s=0.2)
+    setting = replace(SETTING, rates=rates, places=4, updates=2)
+    outcome = simulate_batch(setting, [[100, 100], [200, 200], [100, 100], [100, 100]])
+    # of the first at 1 and 2 s: 2.45 and its step 2.65; of the second at 2 s, so 2.65 + 0.5
+    assert outcome.step_s == pytest.approx(2.0 + 0.45 + 0.2 + 0.25 + 0.25 + 0.5)
+    synchronous = simulate_batch(
+        replace(setting, mode="sync"), [[100, 100], [200, 200], [100, 100], [100, 100]]
+    )
+    all_there_s = synchronous.last_group_s
+    assert synchronous.step_s == pytest.approx(all_there_s + 3 * 0.25 + 0.45 + 0.2 + 0.5)
 
 
 def groups_strategy():

@@ -116,17 +116,13 @@ def test_the_border_reduces_gathers_and_pushes(works) -> None:
     assert pipeline.border_s == pytest.approx(weights / 1e10 + filling_s)
 
 
-def test_prompts_that_are_not_shared_are_trained_once_for_each_response(works) -> None:
+def test_rates_are_those_of_the_server_and_the_trainer(works) -> None:
     server = Server(works["8b"], DEVICE, IDEAL, devices=1, context=1000)
     own = trainer(works["8b"])
-    shared, single = (
-        rates_of(server, own, group_size=16, prompt_tokens=100, shares_prompts=shares)
-        for shares in (True, False)
-    )
-    assert shared.train_group_s == 0
-    assert single.train_group_s == pytest.approx(15 * 100 * own.token_s)
-    assert shared.decode_s(7) == pytest.approx(server.decode_s(7))
-    assert len(shared.decode_by_running) == server.most_running == 256
+    rates = rates_of(server, own, prompt_tokens=100)
+    assert rates.train_token_s == own.token_s and rates.border_s == own.border_s
+    assert rates.decode_s(7) == pytest.approx(server.decode_s(7))
+    assert len(rates.decode_by_running) == server.most_running == 256
 
 
 def test_lengths_have_their_mean_behind_the_cut() -> None:
