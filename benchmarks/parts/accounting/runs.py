@@ -17,6 +17,7 @@ from easyrl.timeline.spans import BatchSpans
 
 NO_PART = "-"
 SECONDS_PER_TOKEN, TRAIN_S = 5e-3, 0.12  # of a response's token, of a micro-batch
+TRAIN_TOKEN_S = 2.5e-4  # of a trained token: so long as micro-batches of TRAIN_S, however packed
 WORK = Workload(
     batch_size=12,
     num_generations=4,
@@ -38,6 +39,7 @@ class SleepingRun:
     num_batches: int
     places: int  # requests in flight at an endpoint
     train_s: float  # that each micro-batch takes beside its own work
+    train_token_s: float = 0.0  # ... and each of its tokens
 
     def batches(
         self,
@@ -59,7 +61,7 @@ class SleepingRun:
             )
             overrides += [f"weight_sync.{proof}=false" for proof in ("prove", "probe", "canary")]
             overrides += [setting.format(folder=self.folder) for setting in settings]
-            planted = [part, str(planted_s), str(self.train_s)]
+            planted = [part, str(planted_s), str(self.train_s), str(self.train_token_s)]
             module = "benchmarks.parts.accounting.planted"
             command = [sys.executable, "-m", module, *planted, CONFIG, *overrides]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
