@@ -529,8 +529,7 @@ SECTIONS = (
             Metric(
                 "time/spans_left_out",
                 "count",
-                "requests, rewards and groups beyond the timeline's bound; there where there are "
-                "any",
+                "requests, rewards and groups beyond the timeline's bound",
             ),
             Metric(
                 "time/startup_sync_s",

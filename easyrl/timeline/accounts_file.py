@@ -49,6 +49,7 @@ class BatchAccount(msgspec.Struct, frozen=True, omit_defaults=True):
             "time/trainer_waiting_share": _sum(ranks, (FIRST_GROUP, STARVED)),
             "time/trainer_training_share": _sum(ranks, _TRAINING),
             "time/unexplained_share": _sum(ranks, (UNEXPLAINED,)),
+            "time/spans_left_out": float(max((each.left_out for each in self.lanes), default=0)),
         }
         if endpoints:
             found["time/inference_generating_share"] = _sum(endpoints, (GENERATING,))
@@ -57,8 +58,6 @@ class BatchAccount(msgspec.Struct, frozen=True, omit_defaults=True):
             found["time/inference_idle_share"] = _sum(endpoints, IDLE)
             found["time/inference_others_tail_share"] = _sum(endpoints, (OTHERS_TAIL,))
             found["time/inference_unexplained_share"] = _sum(endpoints, (UNEXPLAINED, NOT_RECORDED))
-        if left_out := max((each.left_out for each in self.lanes), default=0):
-            found["time/spans_left_out"] = float(left_out)
         if self.startup_s:
             found["time/startup_sync_s"] = self.startup_s["sync_s"]
             found["time/startup_async_s"] = self.startup_s["async_s"]

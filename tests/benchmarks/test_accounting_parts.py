@@ -55,7 +55,7 @@ def test_each_part_is_run_in_the_modes_that_have_it() -> None:
     only_async = {"first response", "later responses", "look-ahead"}
     assert {name for mode, name in found if mode == "sync"} == set(PARTS) - only_async
     chosen = [name for _, name in _of_modes(("async",), "push,tail")]
-    assert chosen == ["tail", "push", "push, at the trainer"]
+    assert chosen == ["tail", "others' tail", "push", "push, at the trainer"]
 
 
 def of_training(*train_s: float) -> list[list[BatchSpans]]:

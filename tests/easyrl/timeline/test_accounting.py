@@ -117,8 +117,9 @@ def test_an_outage_lasts_from_a_failure_to_the_next_request_or_the_last_answer_e
     causes = accounts_of([*TRAINER, *refused, *answers, Span(A, "push", 3.0, 3.5)])[A].causes
     assert causes["failed"] == pytest.approx(6.0 - 0.5 - 0.5)  # repaired meanwhile
     assert causes["push"] == pytest.approx(0.5)
-    assert causes["idle: training"] == pytest.approx(9.5 - 6.0)
-    assert set(causes) == {"idle: border", "failed", "push", "idle: training"}
+    assert causes["idle: training"] == pytest.approx(9.5 - 7.0)
+    assert causes["unexplained"] == pytest.approx(7.0 - 6.0)  # all is answered, the trainer waits
+    assert set(causes) == {"idle: border", "failed", "push", "idle: training", "unexplained"}
 
 
 def test_what_began_before_the_batch_counts_from_its_begin() -> None:

@@ -49,6 +49,7 @@ def test_shares_and_equations_are_metrics(tmp_path: Path) -> None:
             "time/trainer_waiting_share": 0.3,
             "time/trainer_training_share": 0.5,
             "time/unexplained_share": 0,
+            "time/spans_left_out": 0,
             "time/inference_generating_share": 0.5,
             "time/inference_tail_share": 0.05,
             "time/inference_failed_share": 0,
@@ -116,6 +117,7 @@ def test_a_run_on_records_has_no_endpoints_and_no_groups(tmp_path: Path) -> None
         "time/trainer_waiting_share",
         "time/trainer_training_share",
         "time/unexplained_share",
+        "time/spans_left_out",
     }
 
 
