@@ -59,10 +59,10 @@ def test_each_part_is_run_in_the_modes_that_have_it() -> None:
 
 
 def of_training(*train_s: float) -> list[list[BatchSpans]]:
-    """Batches that train so long and wait for two seconds, or what is left of four."""
+    """Batches that wait for a second, train so long, and wait until four are over."""
     return [
-        [batch(phases(("wait", 1), ("train", s), ("wait", max(3 - s, 0))), max(4, s + 1))]
-        for s in train_s
+        [batch(phases(("wait", 1), ("train", s), ("wait", max(3 - s, 0))), max(4, s + 1), number)]
+        for number, s in enumerate(train_s)
     ]
 
 

@@ -65,7 +65,8 @@ def _by_lane(kind: str, batches: Sequence[Sequence[BatchSpans]]) -> dict[str, li
 def _of_lane(
     causes: Sequence[str], before: Sequence[LaneAccount], after: Sequence[LaneAccount]
 ) -> Growth:
-    pairs = list(zip(before, after, strict=True))
+    same = {each.batch: each for each in before}
+    pairs = [(same[each.batch], each) for each in after if each.batch in same]
 
     def grown(*names: str) -> float:
         return statistics.median(
