@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.parts.accounting.growth import growth
-from benchmarks.parts.accounting.planted import PARTS
+from benchmarks.parts.accounting.parts import PARTS
 from benchmarks.parts.accounting.runs import (
     NO_PART,
     SECONDS_PER_TOKEN,

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.accounting import _of_modes
 from benchmarks.parts.accounting.growth import growth
-from benchmarks.parts.accounting.planted import PARTS
+from benchmarks.parts.accounting.parts import PARTS
 from easyrl.metrics.step_progress import DOES
 from easyrl.timeline.accounting import (
     BORDER,

@@ -52,7 +52,7 @@ class SleepingRun:
         """The timeline without the first batch, and the last, which has no next one.
 
         ``settings``: further ones, in which {folder} is that of the workload. ``part``, held up by
-        ``planted_s`` in each batch: of ``planted.PARTS``. Ends the program if the run fails.
+        ``planted_s`` in each batch: of ``parts.PARTS``. Ends the program if the run fails.
         """
         with tempfile.TemporaryDirectory(prefix="easyrl-sleeping-") as run:
             run_dir, urls = Path(run), ",".join(self.urls)
