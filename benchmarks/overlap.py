@@ -28,13 +28,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.parts.accounting.unexplained import most_unexplained
 from benchmarks.parts.overlap.balance import balance
 from benchmarks.parts.overlap.endpoint import SleepingEndpoint
 from benchmarks.parts.overlap.runs import Mode, OneRank, Setup, TwoRanks, Workload
 from benchmarks.parts.overlap.spans import Batch, overlap, training_over_generation
 from benchmarks.parts.worktree import BASE, NoCheckout, worktree
 from easyrl.demo.build_model import build_tokenizer
+from easyrl.timeline.accounting import most_unexplained
 from easyrl.timeline.accounts_file import read_accounts
 
 MAX_INFLIGHT = 25  # of one rank, to begin with

@@ -180,7 +180,7 @@ MAY_IMPORT = {
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "arguments commands runtime.startup_signals",
     "demo.prepared": "demo",
-    "demo": "config one_machine.launched_trainer recipes metrics.trackers runtime.machine"
+    "demo": "config timeline one_machine.launched_trainer recipes metrics.trackers runtime.machine"
     " runtime.run_files runtime.shared_cores runtime.run_folder"
     " inference_client.api_keys inference_client.servers.managed",
     "__init__": "api",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from easyrl.build.inference import Inference
 from easyrl.build.run import OpenRun
@@ -18,6 +19,7 @@ from easyrl.timeline.accounts_file import AccountsFile
 from easyrl.timeline.chrome_trace import FILE, newest_batches, write_trace
 from easyrl.timeline.folder import TimelineFolder
 from easyrl.timeline.recorder import SpanRecorder
+from easyrl.timeline.spans import BatchSpans, whole_batches
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +103,20 @@ def _end(folder: TimelineFolder, accounts: AccountsFile | None, config: Config) 
     except OSError as error:
         logger.warning("%s: cannot be written (%s); easyrl trace can", path, error.strerror)
         return
-    if batches and config.source == "rollouts":  # records have no inference to compare with
+    whole = whole_batches(batches)
+    if whole and config.source == "rollouts":  # records have no inference to compare with
+        _advise(whole, path.parent, config)
+
+
+def _advise(batches: Sequence[BatchSpans], run_dir: Path, config: Config) -> None:
+    """Says what would make a batch shorter. What fails here is not a run that has failed."""
+    try:
         told = advice(
             batches,
             synchronous=config.run.mode == "sync",
             devices_per_rank=config.parallel.ranks_per_model,
         )
-        print(f"easyrl: {told} (easyrl trace {path.parent})", file=sys.stderr)
+    except Exception:  # whatever a simulation of unforeseen times may raise
+        logger.warning("there is no advice on the run's time", exc_info=True)
+        return
+    print(f"easyrl: {told} (easyrl trace {run_dir})", file=sys.stderr)

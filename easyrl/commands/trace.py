@@ -32,12 +32,14 @@ def trace_command(
     from easyrl.config.file import load_config
     from easyrl.simulation.advice import advice
     from easyrl.timeline.accounting import account
-    from easyrl.timeline.chrome_trace import FILE, newest_batches, write_trace
+    from easyrl.timeline.chrome_trace import FILE, MOST_EVENTS, newest_batches, write_trace
     from easyrl.timeline.folder import TimelineFolder
     from easyrl.timeline.reading import chosen_batches
     from easyrl.timeline.show import print_accounts, startup_line
+    from easyrl.timeline.spans import whole_batches
 
     folder = TimelineFolder(run_dir)
+    most_events: int | None
     try:
         config = load_config(file_of_run(run_dir, CONFIG_FILE), to_look_back=True)
         if not folder.batches():
@@ -46,12 +48,13 @@ def trace_command(
                 "earlier version, or has not ended its first batch"
             )
         if batches is None:
-            chosen = newest_batches(folder)
+            chosen, most_events = newest_batches(folder), MOST_EVENTS
         else:
             numbers = chosen_batches(folder.batches(), batches)
             chosen = [each for number in numbers for each in folder.read(number)]
+            most_events = None  # they are asked for
         path = output or run_dir / FILE
-        num_events = write_trace(path, chosen)
+        written = write_trace(path, chosen, most_events)
     except (ConfigError, ValueError, OSError) as error:
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -64,12 +67,19 @@ def trace_command(
     if (line := startup_line(list(by_number.values()))) is not None:
         console.print(line)
     told = advice(
-        chosen,
+        whole_batches(chosen),
         synchronous=config.run.mode == "sync",
         devices_per_rank=config.parallel.ranks_per_model,
     )
     console.print(told)
     first, last = min(by_number), max(by_number)
     console.print(
-        f"{path}: batches {first} to {last}, {num_events} events; open it at https://ui.perfetto.dev"
+        f"{path}: batches {first} to {last}, {written.num_events} events; open it at "
+        "https://ui.perfetto.dev"
     )
+    if written.num_left_out:
+        console.print(
+            f"{written.num_left_out} spans of requests, rewards and groups are not in it, as there "
+            'are too many; endpoints\' time without a request is "not recorded" where a batch had '
+            "too many to be kept"
+        )

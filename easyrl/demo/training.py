@@ -16,6 +16,8 @@ from easyrl.inference_client.servers.managed.server_process import ServerStartEr
 from easyrl.metrics.trackers import read_metrics
 from easyrl.one_machine.launched_trainer import LaunchedTrainer
 from easyrl.runtime.machine import pin_process
+from easyrl.timeline.accounting import most_unexplained
+from easyrl.timeline.accounts_file import read_accounts
 
 PROOF_TIMES = ("time/proof_s", "time/canary_s", "time/probe_s")  # of what the endpoints serve
 CERTIFICATE_TIMES = ("time/certificate_s", "time/journal_s")
@@ -82,7 +84,8 @@ def train(
 
 def run_figures(run_dir: Path, seconds: float) -> dict[str, Any]:
     """Steps, groups and speed of a run that took ``seconds``, and what held its trainer up as
-    shares of them: for the last line."""
+    shares of them: for the last line. ``unexplained_share``: of the time of the rank or endpoint
+    whose account says least."""
 
     def share(times: Sequence[str]) -> float:
         return round(sum(m.get(key, 0.0) for m in metrics for key in times) / seconds, 4)
@@ -99,5 +102,8 @@ def run_figures(run_dir: Path, seconds: float) -> dict[str, Any]:
         "certificate_share": share(CERTIFICATE_TIMES),
         "samples_share": share(SAMPLES_TIMES),
         "timeline_share": share(TIMELINE_TIMES),
+        "unexplained_share": round(
+            most_unexplained(lane for batch in read_accounts(run_dir) for lane in batch.lanes), 4
+        ),
         "run_dir": str(run_dir),
     }

@@ -511,7 +511,26 @@ SECTIONS = (
                 "share",
                 "endpoints fail, or are set aside for it, and nothing else runs, mean",
             ),
-            Metric("time/inference_idle_share", "share", "endpoints have nothing to do, mean"),
+            Metric(
+                "time/inference_idle_share",
+                "share",
+                "endpoints have nothing to do, for a reason that is seen, mean",
+            ),
+            Metric(
+                "time/inference_others_tail_share",
+                "share",
+                "of these: the endpoint is done, and others still generate, mean",
+            ),
+            Metric(
+                "time/inference_unexplained_share",
+                "share",
+                "endpoints have nothing to do, and no reason is seen, mean",
+            ),
+            Metric(
+                "time/spans_left_out",
+                "count",
+                "requests, rewards and groups beyond the timeline's bound",
+            ),
             Metric(
                 "time/startup_sync_s",
                 "s",

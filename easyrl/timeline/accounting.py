@@ -2,28 +2,37 @@
 
 The time of a batch is from its first phase to the first phase of the next one. A rank's causes are
 the phases of its trainer thread; waiting is told apart by whether training had begun. An endpoint's
-are found from its requests: what was running at each moment, and where nothing was, what it was
-waiting for. What no span explains is ``unexplained``.
+are found from its requests: what was running at each moment, and where nothing was, what it can be
+seen to wait for (``reasons``). What has no span and no reason is ``unexplained``.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from easyrl.timeline.reasons import (
+    AT_BORDER,
+    AT_WORK,
+    BEGINNING,
+    ELSEWHERE,
+    SCORING,
+    UNSENT,
+    reasons_by_lane,
+)
 from easyrl.timeline.spans import (
     ACTING,
     EVALUATION,
     FAILED,
     REQUEST,
+    UPDATES,
     BatchSpans,
     Span,
     by_lane,
     is_endpoint,
-    is_environment,
     is_rank,
     rank_lane,
     spans_of,
@@ -38,26 +47,30 @@ GENERATING = "generating"
 TAIL = "tail"  # training's requests run, and the places of those that have ended stay empty
 # Nothing but requests that fail; or nothing at all since one has, and it is set aside meanwhile:
 FAILING = "failed"
-BORDER = "idle: border"  # nothing has been asked of it yet in this batch
-BETWEEN = "idle: nothing sent"  # between requests
-ENVIRONMENTS = "idle: environments"  # nothing runs, and an episode's environment is at work
-TRAINING = "idle: training"  # all is answered, and the trainer is not done
-IDLE = frozenset({BORDER, BETWEEN, ENVIRONMENTS, TRAINING})
-_UPDATES = ("probe", "push", "proof", "canary")  # of an endpoint's weights, what goes first first
+# Of an endpoint at which nothing runs:
+BORDER = "idle: border"  # a trainer begins the batch, or is between this one and the next
+NO_PROMPT = "idle: no prompt left"  # others have all that may be drawn, and it is asked again later
+OTHERS_TAIL = "idle: others' tail"  # it is done, and others still generate
+REWARDS = "idle: rewards"  # all that was asked is answered, and some of it is being scored
+ENVIRONMENTS = "idle: environments"  # an episode's environment is at work
+TRAINING = "idle: training"  # the batch is answered, and a trainer is at work
+IDLE = frozenset({BORDER, NO_PROMPT, OTHERS_TAIL, REWARDS, ENVIRONMENTS, TRAINING})
+NOT_RECORDED = "not recorded"  # nothing is seen, in a batch of which spans were left out
 _PHASE_NAMES = {"other": UNEXPLAINED}
 
 
-class LaneAccount(msgspec.Struct, frozen=True):
+class LaneAccount(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds of one lane in one batch, by cause; they add up to ``wall_s``."""
 
     lane: str
     batch: int
     wall_s: float
     causes: dict[str, float]
+    left_out: int = 0  # spans of the batch that were not kept, of an endpoint's lane
 
     @property
     def unexplained_s(self) -> float:
-        return self.causes.get(UNEXPLAINED, 0.0)
+        return self.causes.get(UNEXPLAINED, 0.0) + self.causes.get(NOT_RECORDED, 0.0)
 
     @property
     def idle_s(self) -> float:
@@ -84,27 +97,26 @@ def account(of_ranks: Sequence[BatchSpans]) -> list[LaneAccount]:
     whole = _Window(
         min(window.start_s for window in own.values()), max(window.end_s for window in own.values())
     )
+    left_out = sum(each.left_out for each in of_ranks)
+    reasons = reasons_by_lane(spans, whole.end_s)
     answered_s = max(
         (s.end_s for s in spans if is_endpoint(s.lane) and s.name in (REQUEST, FAILED)),
         default=whole.start_s,
     )
-    trained_s = max(
-        (span.end_s for span in spans if is_rank(span.lane) and span.name in ("train", "step")),
-        default=whole.end_s,
-    )
-    acting = _together(s for s in spans if is_environment(s.lane) and s.name == ACTING)
     accounts = []
     for lane, of_lane in by_lane(spans).items():
         if is_rank(lane):
             window = own.get(lane, whole)
-            causes = _of_rank(of_lane, window)
+            causes, not_kept = _of_rank(of_lane, window), 0
         elif is_endpoint(lane):
-            window = whole
-            causes = _of_endpoint([*of_lane, *acting], whole, answered_s, trained_s)
+            window, not_kept = whole, left_out
+            causes = _of_endpoint(of_lane, reasons[lane], whole, answered_s)
+            if left_out:
+                causes = _as_seen(causes)
         else:
             continue
         seconds = window.end_s - window.start_s
-        accounts.append(LaneAccount(lane, of_ranks[0].batch, seconds, causes))
+        accounts.append(LaneAccount(lane, of_ranks[0].batch, seconds, causes, not_kept))
     return accounts
 
 
@@ -117,6 +129,18 @@ def mean_shares(accounts: Iterable[LaneAccount]) -> dict[str, float]:
             causes[cause] += seconds
     shares = {cause: seconds / total_s for cause, seconds in causes.items() if total_s}
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def most_unexplained(accounts: Iterable[LaneAccount]) -> float:
+    """The largest share of a lane's time, over all its batches, that is unexplained."""
+    lanes = defaultdict[str, list[LaneAccount]](list)
+    for each in accounts:
+        lanes[each.lane].append(each)
+    shares = (
+        sum(each.unexplained_s for each in own) / sum(each.wall_s for each in own)
+        for own in lanes.values()
+    )
+    return max(shares, default=0.0)
 
 
 def with_causes(spans: Iterable[Span]) -> Iterator[tuple[Span, str]]:
@@ -140,22 +164,23 @@ def _of_rank(spans: Sequence[Span], window: _Window) -> dict[str, float]:
 
 
 def _of_endpoint(
-    spans: Sequence[Span], window: _Window, answered_s: float, trained_s: float
+    spans: Sequence[Span], reasons: Sequence[Span], window: _Window, answered_s: float
 ) -> dict[str, float]:
     """``answered_s``: when the batch's last request ends, at whatever endpoint."""
     asked = [span for span in spans if span.name in (REQUEST, FAILED) and _within(span, window)]
     first_s = min((span.start_s for span in asked), default=window.end_s)
     last_s = max((span.start_s for span in asked if span.name == REQUEST), default=window.start_s)
-    done_s = max((span.end_s for span in asked), default=window.start_s)
+    done_s = max((span.end_s for span in asked), default=window.end_s)
     causes = defaultdict[str, float](float)
-    more = [first_s, last_s, done_s, answered_s, trained_s]
-    moments = [(start, end, now.copy()) for start, end, now in _moments(spans, window, more)]
+    more = [first_s, last_s, done_s, answered_s]
+    seen = [*spans, *reasons]
+    moments = [(start, end, now.copy()) for start, end, now in _moments(seen, window, more)]
     most = max((running[REQUEST] for _, _, running in moments), default=0)
     has_failed = False  # what ended last here
     for start_s, end_s, running in moments:
         if running[REQUEST] or running[FAILED]:
             has_failed = not running[REQUEST]
-        update = next((name for name in _UPDATES if running[name]), None)
+        update = next((name for name in UPDATES if running[name]), None)
         if running[REQUEST]:
             cause = GENERATING if end_s <= last_s or running[REQUEST] == most else TAIL
         elif update is not None:
@@ -168,26 +193,39 @@ def _of_endpoint(
             cause = ENVIRONMENTS
         elif has_failed and end_s <= answered_s:
             cause = FAILING
-        elif end_s <= first_s:
+        elif end_s <= first_s and running[BEGINNING]:
             cause = BORDER
-        elif end_s <= done_s:
-            cause = BETWEEN
+        elif end_s <= answered_s:
+            cause = _before_the_last_answer(running, is_done=start_s >= done_s)
         else:
-            cause = TRAINING if end_s <= trained_s else BORDER
+            cause = _after_the_last_answer(running)
         causes[cause] += end_s - start_s
     return dict(causes)
 
 
-def _together(spans: Iterable[Span]) -> list[Span]:
-    """The times in which one of ``spans`` runs, each once."""
-    times: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.start_s):
-        if times and span.start_s <= times[-1].end_s:
-            end_s = max(times[-1].end_s, span.end_s)
-            times[-1] = Span(span.lane, span.name, times[-1].start_s, end_s)
-        else:
-            times.append(span)
-    return times
+def _before_the_last_answer(running: Mapping[str, int], *, is_done: bool) -> str:
+    """Of an endpoint at which nothing runs, while the batch's requests are not all answered."""
+    if running[UNSENT]:  # whatever else goes on, this could have been here
+        return UNEXPLAINED
+    if running[ELSEWHERE]:
+        return OTHERS_TAIL if is_done else NO_PROMPT
+    return REWARDS if running[SCORING] else UNEXPLAINED
+
+
+def _after_the_last_answer(running: Mapping[str, int]) -> str:
+    if running[AT_WORK]:
+        return TRAINING
+    if running[AT_BORDER]:
+        return BORDER
+    return REWARDS if running[SCORING] else UNEXPLAINED
+
+
+def _as_seen(causes: Mapping[str, float]) -> dict[str, float]:
+    """What may have been a request that was left out is no idle time."""
+    found = defaultdict[str, float](float)
+    for cause, seconds in causes.items():
+        found[NOT_RECORDED if cause in IDLE | {UNEXPLAINED, FAILING} else cause] += seconds
+    return dict(found)
 
 
 def _moments(

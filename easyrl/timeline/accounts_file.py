@@ -16,6 +16,8 @@ from easyrl.timeline.accounting import (
     FIRST_GROUP,
     GENERATING,
     IDLE,
+    NOT_RECORDED,
+    OTHERS_TAIL,
     STARVED,
     TAIL,
     UNEXPLAINED,
@@ -47,12 +49,15 @@ class BatchAccount(msgspec.Struct, frozen=True, omit_defaults=True):
             "time/trainer_waiting_share": _sum(ranks, (FIRST_GROUP, STARVED)),
             "time/trainer_training_share": _sum(ranks, _TRAINING),
             "time/unexplained_share": _sum(ranks, (UNEXPLAINED,)),
+            "time/spans_left_out": float(max((each.left_out for each in self.lanes), default=0)),
         }
         if endpoints:
             found["time/inference_generating_share"] = _sum(endpoints, (GENERATING,))
             found["time/inference_tail_share"] = _sum(endpoints, (TAIL,))
             found["time/inference_failed_share"] = _sum(endpoints, (FAILING,))
             found["time/inference_idle_share"] = _sum(endpoints, IDLE)
+            found["time/inference_others_tail_share"] = _sum(endpoints, (OTHERS_TAIL,))
+            found["time/inference_unexplained_share"] = _sum(endpoints, (UNEXPLAINED, NOT_RECORDED))
         if self.startup_s:
             found["time/startup_sync_s"] = self.startup_s["sync_s"]
             found["time/startup_async_s"] = self.startup_s["async_s"]
@@ -62,7 +67,7 @@ class BatchAccount(msgspec.Struct, frozen=True, omit_defaults=True):
 def account_batch(of_ranks: Sequence[BatchSpans]) -> BatchAccount:
     """``of_ranks``: what each rank has kept of one batch, at least one. Seconds to 10 µs."""
     lanes = [
-        LaneAccount(each.lane, each.batch, round(each.wall_s, 5), _rounded(each.causes))
+        msgspec.structs.replace(each, wall_s=round(each.wall_s, 5), causes=_rounded(each.causes))
         for each in account(of_ranks)
     ]
     startup = startup_times_of(of_ranks)

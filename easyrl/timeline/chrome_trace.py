@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -27,6 +27,7 @@ from easyrl.timeline.spans import (
     Span,
     by_lane,
     is_endpoint,
+    is_essential,
     is_models,
     is_rank,
     spans_of,
@@ -34,11 +35,23 @@ from easyrl.timeline.spans import (
 
 FILE = "trace.json"  # in the run's folder
 MOST_EVENTS = 200_000  # about 25 MB, which a browser opens in seconds
+_EVENTS_OF_A_REQUEST = 4  # begin, end, and the counter at both
+_IN_FLIGHT = (REQUEST, EVALUATION, FAILED)
 _US = 1e6
 
 
-def trace_events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
-    """The events of ``spans``, in microseconds from the first one's start."""
+class Written(NamedTuple):
+    """What is in a trace."""
+
+    num_events: int
+    num_left_out: int  # spans, beyond the bound of the trace or of the recorder
+
+
+def trace_events(spans: Sequence[Span], *, counts: bool = True) -> Iterator[dict[str, Any]]:
+    """The events of ``spans``, in microseconds from the first one's start.
+
+    ``counts``: with the requests in flight, which are wrong where some are left out.
+    """
     origin_s = min((span.start_s for span in spans), default=0.0)
     ids = itertools.count(1)
 
@@ -67,7 +80,7 @@ def trace_events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
                 number = next(ids)
                 yield {**common, "ph": "b", "id": number, "ts": start, "args": span.args}
                 yield {**common, "ph": "e", "id": number, "ts": end}
-        if is_endpoint(lane):
+        if is_endpoint(lane) and counts:
             for seconds, count in in_flight(own):
                 yield {
                     "ph": "C",
@@ -83,7 +96,7 @@ def in_flight(spans: Sequence[Span]) -> list[tuple[float, int]]:
     """When the number of an endpoint's requests changes, seconds, and what it is from then on."""
     changes: dict[float, int] = {}
     for span in spans:
-        if span.name in (REQUEST, EVALUATION, FAILED):
+        if span.name in _IN_FLIGHT:
             changes[span.start_s] = changes.get(span.start_s, 0) + 1
             changes[span.end_s] = changes.get(span.end_s, 0) - 1
     counts, count = [], 0
@@ -93,11 +106,45 @@ def in_flight(spans: Sequence[Span]) -> list[tuple[float, int]]:
     return counts
 
 
-def write_trace(path: Path, batches: Sequence[BatchSpans]) -> int:
-    """Writes a trace of ``batches``, of any ranks; the number of its events. Raises ``OSError``."""
-    events = list(trace_events(spans_of(batches)))
-    write_whole(path, orjson.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    return len(events)
+def write_trace(
+    path: Path, batches: Sequence[BatchSpans], most_events: int | None = MOST_EVENTS
+) -> Written:
+    """Writes a trace of ``batches``, of any ranks. Raises ``OSError``.
+
+    Beyond ``most_events`` (None: there is no bound) spans are left out, the shortest first, but for
+    the trainer's phases and models and the endpoints' updates; how many, the trace says itself.
+    """
+    spans = spans_of(batches)
+    kept = spans if most_events is None else _longest(spans, most_events)
+    left_out = len(spans) - len(kept) + sum(each.left_out for each in batches)
+    events = list(trace_events(kept, counts=not left_out))
+    trace = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"spans left out": left_out},
+    }
+    write_whole(path, orjson.dumps(trace))
+    return Written(len(events), left_out)
+
+
+def _longest(spans: Sequence[Span], most_events: int) -> list[Span]:
+    """As many of ``spans`` as have ``most_events``: the essential ones first, then the longest."""
+    if sum(map(_num_events, spans)) <= most_events:
+        return list(spans)
+    kept, num_events = [], 0
+    for span in sorted(spans, key=lambda s: (not is_essential(s.lane, s.name), -s.seconds)):
+        num_events += _num_events(span)
+        if num_events > most_events:
+            break
+        kept.append(span)
+    return kept
+
+
+def _num_events(span: Span) -> int:
+    """At most, without those that name its lane."""
+    if is_rank(span.lane) or is_models(span.lane):
+        return 1
+    return _EVENTS_OF_A_REQUEST if span.name in _IN_FLIGHT else 2
 
 
 def newest_batches(folder: TimelineFolder, most_events: int = MOST_EVENTS) -> list[BatchSpans]:
@@ -106,7 +153,7 @@ def newest_batches(folder: TimelineFolder, most_events: int = MOST_EVENTS) -> li
     num_events = 0
     for batch in reversed(folder.batches()):
         of_ranks = folder.read(batch)
-        num_events += sum(3 * len(each.spans) for each in of_ranks)
+        num_events += sum(map(_num_events, spans_of(of_ranks)))
         if newest and num_events > most_events:
             break
         newest.append(of_ranks)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple
 
 from easyrl.timeline.folder import TimelineFolder
 from easyrl.timeline.spans import (
@@ -16,24 +15,19 @@ from easyrl.timeline.spans import (
     Span,
     endpoint_lane,
     environment_lane,
+    is_essential,
     models_lane,
     producer_lane,
     rank_lane,
 )
+from easyrl.timeline.thinning import Recorded, ThinnedSpans
 
 logger = logging.getLogger(__name__)
 
 FIRST_PHASE = "begin"  # of a batch, on the trainer's thread
-# Of a batch: a run of hours with one open batch must not fill the memory. 200 bytes each.
+# Of a batch, beside its essential ones, 200 bytes each: a run of hours with one open batch must not
+# fill the memory.
 MOST_SPANS = 200_000
-
-
-class _Recorded(NamedTuple):
-    lane: str
-    name: str
-    start_s: float  # of time.monotonic
-    end_s: float
-    args: Mapping[str, int | str]
 
 
 @dataclass
@@ -54,11 +48,11 @@ class SpanRecorder:
     # has those tell who know of spans of the open batch and have not told them yet
     before_end: Callable[[], object] = lambda: None
     writing_s: float = field(default=0.0, init=False)
-    num_dropped: int = field(default=0, init=False)  # of the open batch
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._recorded: list[_Recorded] = []
+        self._essential: list[Recorded] = []  # of the open batch
+        self._others = ThinnedSpans(MOST_SPANS)
         self._lane = rank_lane(self.rank)
         self._epoch_s = time.time() - time.monotonic()
         self._began_s = time.monotonic()  # the open batch
@@ -76,39 +70,39 @@ class SpanRecorder:
             self._end_batch(start_s)
             self._open = batch
         self._phase_end_s = end_s
-        self._add(_Recorded(self._lane, name, start_s, end_s, args))
+        self._add(Recorded(self._lane, name, start_s, end_s, args))
 
     def model(self, name: str, start_s: float, end_s: float) -> None:
         """That a model of this rank has run forward or backward."""
-        self._add(_Recorded(models_lane(self.rank), name, start_s, end_s, {}))
+        self._add(Recorded(models_lane(self.rank), name, start_s, end_s, {}))
 
     def endpoint(
         self, url: str, name: str, start_s: float, end_s: float, **args: int | str
     ) -> None:
         """What an endpoint has done for this rank."""
-        self._add(_Recorded(endpoint_lane(url), name, start_s, end_s, args))
+        self._add(Recorded(endpoint_lane(url), name, start_s, end_s, args))
 
     def producer(self, name: str, start_s: float, end_s: float, **args: int | str) -> None:
         """What this rank's producer has done."""
-        self._add(_Recorded(producer_lane(self.rank), name, start_s, end_s, args))
+        self._add(Recorded(producer_lane(self.rank), name, start_s, end_s, args))
 
     def environment(
         self, environment: str, name: str, start_s: float, end_s: float, **args: int | str
     ) -> None:
         """What an environment has done for this rank."""
-        self._add(_Recorded(environment_lane(environment), name, start_s, end_s, args))
+        self._add(Recorded(environment_lane(environment), name, start_s, end_s, args))
 
     def close(self) -> None:
         """Writes the open batch, up to its last phase, and waits until all is written."""
         self._end_batch(self._phase_end_s)
         self._writer.shutdown()
 
-    def _add(self, recorded: _Recorded) -> None:
+    def _add(self, span: Recorded) -> None:
         with self._lock:
-            if len(self._recorded) < MOST_SPANS:
-                self._recorded.append(recorded)
+            if is_essential(span.lane, span.name):
+                self._essential.append(span)
             else:
-                self.num_dropped += 1
+                self._others.add(span)
 
     def _end_batch(self, now_s: float) -> None:
         self.before_end()
@@ -116,25 +110,30 @@ class SpanRecorder:
             self._began_s = now_s
             return
         with self._lock:
-            recorded, self._recorded = self._recorded, []
-            dropped, self.num_dropped = self.num_dropped, 0
+            essential, self._essential = self._essential, []
+            others, self._others = self._others, ThinnedSpans(MOST_SPANS)
         began_s, self._began_s = self._began_s, now_s
-        if dropped:
+        left_out = others.num_left_out
+        if left_out:
             logger.warning(
-                "timeline: batch %d has more than %d spans; %d are left out",
+                "timeline: batch %d has more than %d spans of requests, rewards and groups; %d of "
+                "them are left out, evenly, and its account says so",
                 self._open,
                 MOST_SPANS,
-                dropped,
+                left_out,
             )
-        self._writer.submit(self._write, self._open, began_s, now_s, recorded)
+        recorded = [*essential, *others]
+        self._writer.submit(self._write, self._open, began_s, now_s, recorded, left_out)
 
-    def _write(self, batch: int, start_s: float, end_s: float, recorded: list[_Recorded]) -> None:
+    def _write(
+        self, batch: int, start_s: float, end_s: float, recorded: list[Recorded], left_out: int
+    ) -> None:
         start, epoch_s = time.thread_time(), self._epoch_s
         spans = [
             Span(lane, name, began_s + epoch_s, ended_s + epoch_s, dict(args))
             for lane, name, began_s, ended_s, args in recorded
         ]
-        whole = BatchSpans(batch, self.rank, start_s + epoch_s, end_s + epoch_s, spans)
+        whole = BatchSpans(batch, self.rank, start_s + epoch_s, end_s + epoch_s, spans, left_out)
         try:
             self.folder.write(whole)
             self.on_batch(whole)

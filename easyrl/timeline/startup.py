@@ -51,7 +51,9 @@ def startup_times(spans: Sequence[Span], prompts_at_once: int) -> StartupTimes |
 
 
 def startup_times_of(of_ranks: Sequence[BatchSpans]) -> StartupTimes | None:
-    """Of one batch of all ranks, as many prompts at once as were."""
+    """Of one batch of all ranks, as many prompts at once as were. None where groups are missing."""
+    if any(each.left_out for each in of_ranks):
+        return None
     spans = spans_of(of_ranks)
     return startup_times(spans, max(most_at_once(spans), 1))
 

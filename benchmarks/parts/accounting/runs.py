@@ -18,6 +18,7 @@ from easyrl.timeline.spans import BatchSpans
 
 NO_PART = "-"
 SECONDS_PER_TOKEN, TRAIN_S = 5e-3, 0.12  # of a response's token, of a micro-batch
+TRAIN_TOKEN_S = 2.5e-4  # of a trained token: so long as micro-batches of TRAIN_S, however packed
 WORK = Workload(
     batch_size=12,
     num_generations=4,
@@ -39,6 +40,7 @@ class SleepingRun:
     num_batches: int
     places: int  # requests in flight at an endpoint
     train_s: float  # that each micro-batch takes beside its own work
+    train_token_s: float = 0.0  # ... and each of its tokens
     num_ranks: int = 1  # data-parallel, which share the places
 
     def batches(
@@ -52,7 +54,7 @@ class SleepingRun:
         """The timeline without the first batch, and the last, which has no next one.
 
         ``settings``: further ones, in which {folder} is that of the workload. ``part``, held up by
-        ``planted_s`` in each batch: of ``planted.PARTS``. Ends the program if the run fails.
+        ``planted_s`` in each batch: of ``parts.PARTS``. Ends the program if the run fails.
         """
         with tempfile.TemporaryDirectory(prefix="easyrl-sleeping-") as run:
             run_dir, urls = Path(run), ",".join(self.urls)
@@ -61,7 +63,7 @@ class SleepingRun:
             )
             overrides += [f"weight_sync.{proof}=false" for proof in ("prove", "probe", "canary")]
             overrides += [setting.format(folder=self.folder) for setting in settings]
-            planted = [part, str(planted_s), str(self.train_s)]
+            planted = [part, str(planted_s), str(self.train_s), str(self.train_token_s)]
             module = "benchmarks.parts.accounting.planted"
             command = [*self._start, module, *planted, CONFIG, *overrides]
             environment = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from easyrl.timeline.accounts_file import AccountsFile, read_accounts
@@ -48,10 +49,13 @@ def test_shares_and_equations_are_metrics(tmp_path: Path) -> None:
             "time/trainer_waiting_share": 0.3,
             "time/trainer_training_share": 0.5,
             "time/unexplained_share": 0,
+            "time/spans_left_out": 0,
             "time/inference_generating_share": 0.5,
             "time/inference_tail_share": 0.05,
             "time/inference_failed_share": 0,
             "time/inference_idle_share": (0.5 + 1 + 3.5 + 1 + 2) / 20,
+            "time/inference_others_tail_share": 1 / 20,
+            "time/inference_unexplained_share": 0,
             "time/startup_sync_s": 3.5 + 3.0,  # inference batches of two
             "time/startup_async_s": 2.0,
         }
@@ -113,4 +117,20 @@ def test_a_run_on_records_has_no_endpoints_and_no_groups(tmp_path: Path) -> None
         "time/trainer_waiting_share",
         "time/trainer_training_share",
         "time/unexplained_share",
+        "time/spans_left_out",
     }
+
+
+def test_a_batch_of_which_spans_were_left_out_says_so(tmp_path: Path) -> None:
+    folder = TimelineFolder(tmp_path)
+    accounts = AccountsFile(folder, num_ranks=1, from_batch=0)
+    thinned = msgspec.structs.replace(spans_of(0), left_out=12)
+    folder.write(thinned)
+    accounts.add(thinned)
+    (found,) = read_accounts(tmp_path)
+    assert [lane.left_out for lane in found.lanes] == [0, 12, 12]
+    metrics = accounts.metrics()
+    assert metrics["time/spans_left_out"] == 12 and metrics["time/inference_idle_share"] == 0
+    assert metrics["time/inference_unexplained_share"] == pytest.approx(8 / 20)
+    assert metrics["time/trainer_training_share"] == 0.5  # of ranks all is there
+    assert "time/startup_sync_s" not in metrics  # of groups it is not

@@ -10,6 +10,7 @@ import pytest
 
 from easyrl.timeline.chrome_trace import in_flight, newest_batches, trace_events, write_trace
 from easyrl.timeline.folder import TimelineFolder
+from easyrl.timeline.spans import Span
 from tests.easyrl.timeline.made_spans import ENDPOINTS, TRAINER, A, batch, requests
 from tests.easyrl.timeline.trace_format import format_problems
 
@@ -18,9 +19,10 @@ SPANS = [*TRAINER, *ENDPOINTS]
 
 def test_a_trace_keeps_to_the_format(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    num_events = write_trace(path, [batch(SPANS, 10.0)])
+    written = write_trace(path, [batch(SPANS, 10.0)])
     trace = json.loads(path.read_text())
-    assert len(trace["traceEvents"]) == num_events and format_problems(trace) == []
+    assert len(trace["traceEvents"]) == written.num_events and format_problems(trace) == []
+    assert written.num_left_out == 0
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -65,3 +67,26 @@ def test_the_newest_batches_that_fit_are_in_it(tmp_path: Path, most: int, found:
 def test_what_fails_is_in_flight_until_it_does() -> None:
     spans = [*requests(A, (1.0, 4.0)), *requests(A, (2.0, 3.0), name="failed request")]
     assert in_flight(spans) == [(1.0, 1), (2.0, 2), (3.0, 1), (4.0, 0)]
+
+
+def test_one_batch_with_more_than_a_browser_opens_keeps_phases_and_the_longest(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "trace.json"
+    many = requests(A, *((0.5 + number / 1000, 1.0 + number / 500) for number in range(1000)))
+    whole = batch([*TRAINER, *many, Span(A, "push", 9.5, 9.501)], 10.0)
+    written = write_trace(path, [whole], most_events=200)
+    trace = json.loads(path.read_text())
+    assert format_problems(trace) == [] and written.num_events <= 200
+    events = trace["traceEvents"]
+    kinds = Counter(event["ph"] for event in events)
+    num_requests = sum(event["ph"] == "b" and event["name"] == "request" for event in events)
+    assert kinds["X"] == len(TRAINER) and 40 <= num_requests < 50
+    assert any(event["name"] == "push" for event in events)  # the shortest of all
+    shortest = many[-num_requests].seconds  # the later ones are the longer ones
+    starts = {e["id"]: e["ts"] for e in events if e["ph"] == "b" and e["name"] == "request"}
+    ends = {e["id"]: e["ts"] for e in events if e["ph"] == "e" and e["name"] == "request"}
+    assert min(ends[key] - starts[key] for key in starts) == pytest.approx(1e6 * shortest, abs=1)
+    assert kinds["C"] == 0  # a count of some
+    assert written.num_left_out == trace["otherData"]["spans left out"] == 1000 - num_requests
+    assert write_trace(path, [whole], most_events=None).num_left_out == 0

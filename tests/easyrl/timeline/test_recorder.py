@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import time
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -103,12 +105,48 @@ def test_a_run_goes_on_where_it_cannot_be_written_and_says_so_once(tmp_path: Pat
     assert caplog.text.count("the run goes on without it") == 1
 
 
-def test_spans_of_a_batch_are_bounded(tmp_path: Path, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(recorder_file, "MOST_SPANS", 3)
+def test_requests_beyond_the_bound_are_thinned_out_and_the_batchs_end_is_kept(
+    tmp_path: Path, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr(recorder_file, "MOST_SPANS", 20)
     run = Run(tmp_path)
-    run.train(*["train"] * 5)
+    recorder, start_s = run.recorder, run.now_s
+    for number in range(1000):
+        at_s = start_s + number / 1000
+        recorder.endpoint("http://a:1", "request", at_s, at_s + 1, number=number)
+        if number % 2:
+            recorder.producer("reward", at_s, at_s + 1)
+    recorder.producer("group", start_s, start_s + 1)  # a rare one
+    recorder.endpoint("http://a:1", "push", start_s + 1, start_s + 2)
+    recorder.endpoint("http://a:1", "proof", start_s + 2, start_s + 3)
+    for _ in range(30):
+        recorder.model("policy forward", start_s + 1, start_s + 2)
+    run.train(*["train"] * 30, "step", "sync")
+    run.train("train")  # the next one has a budget of its own
     run.recorder.close()
-    assert len(read_spans(tmp_path, 0)) == 3 and "3 are left out" in caplog.text
+    spans = read_spans(tmp_path, 0)
+    names = Counter(span.name for span in spans)
+    assert names["train"] == names["policy forward"] == 30
+    assert names["step"] == names["sync"] == names["push"] == names["proof"] == names["group"] == 1
+    kept = sorted(int(span.args["number"]) for span in spans if span.name == "request")
+    assert 5 <= len(kept) and len(kept) + names["reward"] + 1 <= 20
+    assert len({later - earlier for earlier, later in pairwise(kept)}) == 1  # evenly
+    assert kept[0] == 0 and kept[-1] > 800
+    (whole,) = read_batch(tmp_path, 0)
+    assert whole.left_out == 1501 - len(kept) - names["reward"] - 1
+    assert f"{whole.left_out} of them are left out" in caplog.text
+    assert read_batch(tmp_path, 1)[0].left_out == 0
+
+
+def test_nothing_is_left_out_within_the_bound(tmp_path: Path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(recorder_file, "MOST_SPANS", 20)
+    run = Run(tmp_path)
+    for _ in range(20):
+        run.recorder.endpoint("http://a:1", "request", run.now_s, run.now_s + 1)
+    run.train(*["train"] * 30)
+    run.recorder.close()
+    (whole,) = read_batch(tmp_path, 0)
+    assert len(whole.spans) == 20 + 31 and whole.left_out == 0 and not caplog.text
 
 
 @pytest.mark.parametrize(
