@@ -127,7 +127,7 @@ MAY_IMPORT = {
     "simulation.advice": "simulation.calibrate simulation.pipeline simulation.replay"
     " simulation.setting timeline",
     "simulation": "config memory_plan",
-    "report": "config metrics.names metrics.trackers runtime.run_files samples timeline"
+    "report": "config metrics.names runtime.run_files runtime.whole_files samples timeline"
     " simulation.advice",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
     " runtime.interfaces runtime.machine runtime.shared_cores runtime.stopping"
