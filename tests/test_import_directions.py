@@ -130,7 +130,7 @@ MAY_IMPORT = {
     " simulation.replay simulation.setting timeline",
     "simulation.stated_rates": "config simulation.setting",
     "simulation": "config memory_plan",
-    "report": "config metrics.names metrics.trackers runtime.run_files samples timeline"
+    "report": "config metrics.names runtime.run_files runtime.whole_files samples timeline"
     " simulation.advice",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
     " runtime.interfaces runtime.machine runtime.shared_cores runtime.stopping"
