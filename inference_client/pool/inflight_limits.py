@@ -77,8 +77,12 @@ class InflightLimits:
     def answered(self, endpoint: Endpoint, group: GroupAssignment, response: TimedResponse) -> None:
         """A response that can be used."""
         limit = self._adaptive.get(endpoint)
-        if limit is not None and group.is_of_batch and response.num_tokens:
+        if limit is None or not group.is_of_batch or not response.num_tokens:
+            return
+        if group.session_of is None:
             limit.saw(group, response)
+        else:  # a turn: the session's next one begins when this one has ended
+            limit.saw(group.session_of, response, session=group)
 
     def trained(self, seconds: float, num_groups: int) -> None:
         """What training cost this process in the last batch. Any thread.
