@@ -10,7 +10,7 @@ from functools import partial
 
 from easyrl.build.accumulation import is_interruption
 from easyrl.build.episodes import open_episodes, session_of
-from easyrl.build.servers import StartedServers
+from easyrl.build.servers import StartedServers, max_num_seqs
 from easyrl.completion_check import Vocabulary
 from easyrl.config import (
     Config,
@@ -272,6 +272,8 @@ def open_inference(
         update_timeout_s=config.weight_sync.timeout_s,
         adapters=adapters,
     )
+    if config.inference.launch is not None and (most := max_num_seqs(config.inference.launch)):
+        pool.limits.launched_with = dict.fromkeys(servers.api_keys, most)  # on every rank
     pool.limits.on_choice = partial(_record_choice, record)
     thread.run(pool.start())
     opened.callback(lambda: thread.run(pool.close()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from easyrl.inference_client.pool.adaptive_limit import AdaptiveLimit, Choice
@@ -26,6 +26,11 @@ class InflightLimits:
     Args:
         num_shares: processes that share the endpoints, each with limits of its own that together
             stay within what an endpoint takes.
+
+    Attributes:
+        launched_with: by URL, sequences that servers decode at a time whose command line is the
+            run's own.
+        on_choice: told of each.
     """
 
     def __init__(self, max_inflight: int | Literal["auto"], num_shares: int) -> None:
@@ -34,7 +39,7 @@ class InflightLimits:
         self._adaptive: dict[Endpoint, AdaptiveLimit] = {}
         self._holds = False
         self._train_s = 0.0  # of a group, the last batch's; 0: not told
-        # told of each choice
+        self.launched_with: Mapping[str, int] = {}
         self.on_choice: Callable[[Endpoint, Choice], object] = lambda endpoint, choice: None
 
     @property
@@ -54,7 +59,8 @@ class InflightLimits:
         if self._fixed is not None:
             return
         said = None if endpoint.served is None else endpoint.served.max_num_seqs
-        most = max(1, min(MOST, said or MOST) // self._num_shares)
+        given = self.launched_with.get(endpoint.url)
+        most = max(1, min(MOST, said or MOST, given or MOST) // self._num_shares)
         known = self._adaptive.get(endpoint)
         if known is None or known.most != most:  # another server, perhaps
             self._adaptive[endpoint] = AdaptiveLimit(most)

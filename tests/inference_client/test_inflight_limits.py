@@ -12,7 +12,7 @@ from easyrl.config import InferenceConfig
 from easyrl.inference_client.pool import adaptive_limit
 from easyrl.inference_client.pool.adaptive_limit import NUM_TRIED, NUM_WITH_ALL
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
-from easyrl.inference_client.pool.inflight_limits import MOST
+from easyrl.inference_client.pool.inflight_limits import MOST, InflightLimits
 from tests.inference_client.fake_endpoint import FakeEndpoint
 from tests.inference_client.pool_cases import (
     PROMPT,
@@ -56,6 +56,28 @@ async def test_it_begins_with_all_that_the_endpoint_takes(said, num_shares, most
         await until(lambda: pool.endpoints[0].served is not None)
         assert pool.endpoints[0].max_inflight == most
         assert pool.capacity(in_batch=True) == pool.capacity(in_batch=False) == most
+
+
+@pytest.mark.parametrize(
+    "said, given, num_shares, most",
+    [({}, 8, 1, 8), ({"max_num_seqs": 5}, 8, 1, 5), ({"max_num_seqs": 40}, 8, 1, 8),
+     ({}, 512, 1, MOST), ({}, 8, 2, 4)],
+)  # fmt: skip
+async def test_a_launched_server_is_given_no_more_than_its_command_line_says(
+    said, given, num_shares, most
+):
+    """vLLM does not tell, and would queue what is beyond."""
+    launched, _ = group = servers(2, card=said)
+    limits = InflightLimits("auto", num_shares)
+    async with pool_of(*group) as pool:
+        limits.launched_with = {launched.url: given}
+        await until(lambda: all(endpoint.served is not None for endpoint in pool.endpoints))
+        for endpoint in pool.endpoints:
+            limits.look(endpoint)
+        own, others = (limits.of(endpoint, in_batch=True) for endpoint in pool.endpoints)
+        assert [own, limits.of(pool.endpoints[0], in_batch=False)] == [most, most]
+        assert others == min(said.get("max_num_seqs", MOST), MOST) // num_shares
+    assert InflightLimits(24, 1).of(pool.endpoints[0], in_batch=True) == 24
 
 
 async def test_an_endpoint_that_says_nonsense_is_not_used():
