@@ -102,6 +102,10 @@ class AdaptiveLimit:
         groups = self._responses.values()
         return sum(len(sample) for samples in groups for sample in samples.values())
 
+    def forget_batch(self) -> None:
+        """What was seen of the open batch does not count."""
+        self._responses = {}
+
     def end_batch(self, train_s: float) -> Choice | None:
         """Finds the next batch's limit; None: as before, or still trying.
 

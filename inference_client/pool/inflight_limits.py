@@ -21,7 +21,10 @@ class InflightLimits:
 
     With ``auto`` each limit holds while groups of a batch are asked for; what else is asked for,
     as an evaluation behind the batch, may have all that the endpoint takes. Belongs to the pool's
-    loop but for ``trained``.
+    loop but for ``begin_batch`` and ``trained``.
+
+    A batch of which groups are there already, or that begins again, is not measured: what it asks
+    for is a part of a batch, or more than one.
 
     Args:
         num_shares: processes that share the endpoints, each with limits of its own that together
@@ -39,6 +42,8 @@ class InflightLimits:
         self._adaptive: dict[Endpoint, AdaptiveLimit] = {}
         self._holds = False
         self._train_s = 0.0  # of a group, the last batch's; 0: not told
+        self._num_begun = 0  # times that the open batch was
+        self._is_part = False
         self.launched_with: Mapping[str, int] = {}
         self.on_choice: Callable[[Endpoint, Choice], object] = lambda endpoint, choice: None
 
@@ -68,6 +73,11 @@ class InflightLimits:
 
     def forget(self, endpoint: Endpoint) -> None:
         self._adaptive.pop(endpoint, None)
+
+    def begin_batch(self, num_recovered: int) -> None:
+        """A batch begins, or begins again, of which so many groups are there. Any thread."""
+        self._num_begun += 1
+        self._is_part = num_recovered > 0 or self._num_begun > 1
 
     def hold(self) -> None:
         """A group of a batch is about to be asked for."""
@@ -100,6 +110,10 @@ class InflightLimits:
 
     def end_batch(self) -> None:
         """The weights are about to move: the next batch's limits are found."""
+        if self._is_part:
+            for limit in self._adaptive.values():
+                limit.forget_batch()
+        self._num_begun, self._is_part = 0, False
         num_responses = sum(limit.num_responses for limit in self._adaptive.values())
         for endpoint, limit in self._adaptive.items():
             train_s = self._train_s * num_responses / max(1, limit.num_responses)
