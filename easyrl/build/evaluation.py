@@ -12,8 +12,8 @@ from easyrl.trainer.evaluation import ScheduledEvaluation
 
 # Of all places of the endpoints, those that a batch and the evaluation beside it may take together
 # until all of its groups are decided: its tail. Elsewhere each further sequence would slow it down,
-# or come before a replacement in a server's own queue (docs/benchmarks.md). Not less than places for
-# so many of the batch's groups and held-out prompts: few would never have room for both.
+# or come before a replacement in a server's own queue (docs/benchmarks.md). Not less than places
+# for so many of the batch's groups and held-out prompts: few would never have room for both.
 SHARE, FEWEST = 1 / 8, 1
 
 
