@@ -9,14 +9,17 @@ the rest of each batch. In *fits* that idle time suffices for the evaluation, in
 not. A batch's time is that between the first request of it and of the next; added is what the
 batches with an evaluation take longer than those without (medians of all repeats). The bound is
 what no schedule can beat: the evaluation alone, as the base shows it, less the inference's idle
-time in a batch without one. The last line printed is one JSON object. Its verdicts, null where
+time in a batch without one. ``in_tail`` is the share of the evaluation's responses, in the present
+code, that were asked for before the batch had its last one: where it is 0, nothing is measured of
+an evaluation beside open groups. The last line printed is one JSON object. Its verdicts, null where
 they ask for nothing: ``within_allowed``, added is at most 1.15 of the bound (``allowed_s``), where
 the idle time does not suffice; ``within_before``, it is at most 0.2 of before, where it does.
 
 With ``--shares`` the endpoint is an embedded server that computes, with one thread, and lengths are
 those of a random model's end tokens. The present code alone is run, with each of these shares of
 the endpoint's places for a batch and the evaluation beside it (``easyrl.build.evaluation.SHARE``):
-0 waits until the batch is decided. ``to_decided_s`` is from a batch's first request to its last
+0 waits until the batch is decided, else there is room for a group and a prompt at least.
+``to_decided_s`` is from a batch's first request to its last
 decided group.
 """
 
@@ -29,6 +32,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,10 +45,13 @@ from benchmarks.parts.worktree import BASE, ROOT, worktree
 from easyrl.demo.build_model import build_tokenizer
 from easyrl.metrics.event_log import read_events
 from easyrl.metrics.trackers import read_metrics
+from easyrl.timeline.reading import read_spans
+from easyrl.timeline.spans import EVALUATION, REQUEST, Span
 
 CONFIG = ROOT / "benchmarks" / "overlap.yaml"
 BATCH, NUM_GENERATIONS, PROMPT_TOKENS = 8, 8, 32
-SECONDS_PER_TOKEN, MAX_INFLIGHT = 5e-3, 32
+# as many in flight as an endpoint takes by default: with few, an eighth of them is nothing
+SECONDS_PER_TOKEN, MAX_INFLIGHT = 4e-2, 256
 NUM_PROMPTS = {"fits": 32, "exceeds": 1024}  # held out
 EVERY = 2  # steps
 OF_BOUND, OF_BEFORE = 1.15, 0.2  # that an evaluation may add
@@ -52,7 +59,8 @@ RUN_TIMEOUT_S = 1800.0
 SERVED_BATCH, SERVED_PROMPTS = 16, 128  # with ``--shares``; held-out prompts
 TRAIN_WITH_SHARE = (
     "import runpy; from easyrl.build import evaluation;"
-    " evaluation.SHARE = {share}; runpy.run_module('easyrl.train', run_name='__main__')"
+    " evaluation.SHARE, evaluation.FEWEST = {share}, {fewest};"
+    " runpy.run_module('easyrl.train', run_name='__main__')"
 )
 
 
@@ -65,6 +73,8 @@ class Batches:
     idle: list[float]  # of the others
     # of the evaluated: until every group was decided
     decided: list[float] = field(default_factory=list)
+    # ... the share of the evaluation's responses that were asked for before the batch's last came
+    in_tail: list[float] = field(default_factory=list)
 
     def __add__(self, more: Batches) -> Batches:
         return Batches(
@@ -72,6 +82,7 @@ class Batches:
             self.others + more.others,
             self.idle + more.idle,
             self.decided + more.decided,
+            self.in_tail + more.in_tail,
         )
 
     @property
@@ -125,11 +136,17 @@ def compare_shares(arguments: argparse.Namespace) -> int:
             "others_s": round(statistics.median(batches.others), 3),
             "added_s": round(batches.added, 3),
             "to_decided_s": round(statistics.median(batches.decided), 3),
+            "in_tail": round(statistics.mean(batches.in_tail), 3),
         }
         for share, batches in found.items()
     ]
     print(json.dumps({"rows": rows}))
     return 0
+
+
+def train_with_share(share: float) -> str:
+    """A program that trains so."""
+    return TRAIN_WITH_SHARE.format(share=share, fewest=1 if share else 0)
 
 
 def run_served(run_dir: Path, share: float, num_batches: int) -> Batches:
@@ -140,7 +157,7 @@ def run_served(run_dir: Path, share: float, num_batches: int) -> Batches:
     held_out = write_prompts(run_dir / "held-out.jsonl", SERVED_PROMPTS, PROMPT_TOKENS, seed=1)
     data = f"files: [{held_out}], apply_chat_template: false, max_prompt_tokens: {PROMPT_TOKENS}"
     command = [
-        *(sys.executable, "-c", TRAIN_WITH_SHARE.format(share=share), str(CONFIG)),
+        *(sys.executable, "-c", train_with_share(share), str(CONFIG)),
         *(f"run.output_dir={run_dir / 'run'}", f"model.path={run_dir.parent / 'model'}"),
         *(f"data.files=[{prompts}]", f"data.max_prompt_tokens={PROMPT_TOKENS}"),
         "inference.endpoints=[]",
@@ -184,6 +201,7 @@ def measure(
         "idle_s": round(idle, 3),
         "bound_s": round(bound, 3),
         "of_before": round(found["now"].added / alone, 3),
+        "in_tail": round(statistics.mean(found["now"].in_tail), 3),
         **verdicts(found["now"].added, alone, bound),
     }
     print("  " + "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
@@ -246,10 +264,19 @@ def read_batches(run_dir: Path, *, is_beside: bool) -> Batches:
         if evaluated % EVERY == 0:
             found.evaluated.append(seconds)
             found.decided.append(decided[step] - starts[step])
+            if is_beside:
+                found.in_tail.append(share_in_tail(read_spans(run_dir, step)))
         else:
             found.others.append(seconds)
             found.idle.append(metrics[step + 1]["time/inference_idle_s"])
     return found
+
+
+def share_in_tail(spans: Sequence[Span]) -> float:
+    """Of an evaluation's requests, those that began before the last response of its batch."""
+    decided_s = max(span.end_s for span in spans if span.name == REQUEST)
+    began = [span.start_s for span in spans if span.name == EVALUATION]
+    return sum(start_s < decided_s for start_s in began) / len(began)
 
 
 def _parse() -> argparse.Namespace:

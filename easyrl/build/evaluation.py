@@ -10,10 +10,11 @@ from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.metrics.event_log import ignore
 from easyrl.trainer.evaluation import ScheduledEvaluation
 
-# Of the endpoints' places, those that a batch and the evaluation beside it may take together until
-# all of its groups are decided: its tail. Elsewhere each further sequence would slow it down, or
-# come before a replacement in a server's own queue (docs/benchmarks.md).
-SHARE = 1 / 8
+# Of all places of the endpoints, those that a batch and the evaluation beside it may take together
+# until all of its groups are decided: its tail. Elsewhere each further sequence would slow it down,
+# or come before a replacement in a server's own queue (docs/benchmarks.md). Not less than places
+# for so many of the batch's groups and held-out prompts: few would never have room for both.
+SHARE, FEWEST = 1 / 8, 1
 
 
 def schedule_evaluation(
@@ -28,9 +29,15 @@ def schedule_evaluation(
     if run.config.evaluation is None:
         return None
     num_generations = run.config.rollout.num_generations
+    num_samples = max(each.num_samples for each in run.config.evaluation.sets.values())
     pool = inference.pool
+
+    def capacity() -> float:
+        tail = max(SHARE * pool.capacity(in_batch=False), FEWEST * (num_generations + num_samples))
+        return min(tail, pool.capacity(in_batch=True))
+
     room = IdleRoom(
-        lambda: SHARE * pool.capacity(in_batch=True),
+        capacity,
         lambda: num_generations * rollouts.num_undecided,
         lambda: pool.is_wanted(before=LAST),
     )

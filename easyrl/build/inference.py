@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from easyrl.build.accumulation import is_interruption
 from easyrl.build.episodes import open_episodes, session_of
-from easyrl.build.servers import StartedServers
+from easyrl.build.servers import StartedServers, max_num_seqs
 from easyrl.completion_check import Vocabulary
 from easyrl.config import (
     Config,
@@ -36,7 +37,7 @@ from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import ExpectedLengths
 from easyrl.inference_client.pool.idle_room import IdleRoom
-from easyrl.inference_client.pool.inflight_limits import MOST
+from easyrl.inference_client.pool.inflight_limits import MOST, InflightLimits
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.rewards import worker as reward_worker
 from easyrl.rewards.scorer import Scorer
@@ -83,7 +84,7 @@ class Inference:
             rollout,
             rollout.num_generations,
             self.config.scoring.truncated_reward,
-            self.record,
+            _telling_of_batches(self.record, self.pool.limits),
             groups_per_batch=self.config.trainer.batch_size // self.num_shares,
             busy=self.rewards_busy,
             in_prompt_order=is_strict(self.config),
@@ -272,6 +273,8 @@ def open_inference(
         update_timeout_s=config.weight_sync.timeout_s,
         adapters=adapters,
     )
+    if config.inference.launch is not None and (most := max_num_seqs(config.inference.launch)):
+        pool.limits.launched_with = dict.fromkeys(servers.api_keys, most)  # on every rank
     pool.limits.on_choice = partial(_record_choice, record)
     thread.run(pool.start())
     opened.callback(lambda: thread.run(pool.close()))
@@ -297,6 +300,17 @@ def inference_settings(config: Config) -> InferenceConfig:
     if settings.max_inflight == "auto" and is_strict(config):
         return settings.model_copy(update={"max_inflight": MOST})
     return settings
+
+
+def _telling_of_batches(record: Record, limits: InflightLimits) -> Record:
+    """``record``, of which ``limits`` hear when a batch begins."""
+
+    def told(event: str, **fields: Any) -> None:
+        if event == "batch_dispatched":
+            limits.begin_batch(fields["num_recovered"])
+        record(event, **fields)
+
+    return told
 
 
 def _record_choice(record: Record, endpoint: Endpoint, choice: Choice) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import Config, ConfigError, LaunchConfig
 from easyrl.inference_client.servers.managed.supervisor import ManagedServers
 from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.rank_store import spans_hosts
@@ -59,6 +59,26 @@ def start_servers(
     return StartedServers(
         urls, servers.api_keys, lambda: servers.last_ends, lambda: servers.given_up
     )
+
+
+def max_num_seqs(launch: LaunchConfig) -> int | None:
+    """Sequences that a server which is launched so decodes at a time, where its options say it."""
+    options = launch.options
+    each = _number(options, "--max-num-seqs")
+    if each is None:
+        return None
+    return each * (_number(options, "--data-parallel-size", "-dp") or 1)  # vLLM: of each copy
+
+
+def _number(options: Sequence[str], *names: str) -> int | None:
+    """What the last of these options is given: ``--name=8``, or a word of its own behind it."""
+    found = None
+    for option, following in zip(options, [*options[1:], ""], strict=True):
+        name, equals, value = option.partition("=")
+        if name.replace("_", "-") in names:
+            found = value if equals else following
+    # else a mistake, of which the server tells as it starts
+    return int(found) if found is not None and found.isdecimal() and int(found) > 0 else None
 
 
 def _lora_rank(config: Config) -> int | None:

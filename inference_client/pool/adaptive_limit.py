@@ -32,7 +32,7 @@ class Choice:
 
     Attributes:
         expected_s: by limit, seconds from the first request to the end of training.
-        lengths: of the responses that this was expected of, by group.
+        lengths: of the samples that this was expected of, by group.
         train_s: seconds of training for a group.
     """
 
@@ -47,7 +47,7 @@ class Choice:
         mean = sum(lengths) / len(lengths)
         expected = ", ".join(f"{s:.3g} s with {n}" for n, s in sorted(self.expected_s.items()))
         return (
-            f"{self.max_inflight} requests in flight: {len(lengths)} responses of {mean:.0f} "
+            f"{self.max_inflight} requests in flight: {len(lengths)} samples of {mean:.0f} "
             f"tokens are expected to take, trained, {expected} (a decoding step "
             f"{1e3 * self.speed.step_s:.2g} ms and {1e6 * self.speed.sequence_s:.2g} µs a "
             f"sequence, training {1e3 * self.train_s:.3g} ms a group)"
@@ -57,7 +57,7 @@ class Choice:
 class _Work(NamedTuple):
     """Of a batch."""
 
-    mean_tokens: float  # of a response
+    mean_tokens: float  # of a sample
     train_s: float  # of a group; 0: not told
 
 
@@ -81,21 +81,30 @@ class AdaptiveLimit:
     def __init__(self, most: int) -> None:
         self.most = most  # that the endpoint takes
         self.max_inflight = most
-        self._responses: dict[Hashable, list[TimedResponse]] = {}  # of the open batch, by group
+        # of the open batch: by group the responses of each sample, one after the other
+        self._responses: dict[Hashable, dict[Hashable, list[TimedResponse]]] = {}
         self._num_batches = 0  # since trying began
         self._tried: dict[int, _Tried] = {}  # the faster batch of each limit
         self._few: int | None = None  # that are tried; None: fewer gain nothing
         self._chosen_for: _Work | None = None  # None: still trying
         self._num_changed = 0  # batches in a row
 
-    def saw(self, group: Hashable, response: TimedResponse) -> None:
-        """A response of the open batch's ``group``."""
-        self._responses.setdefault(group, []).append(response)
+    def saw(
+        self, group: Hashable, response: TimedResponse, session: Hashable | None = None
+    ) -> None:
+        """A response of the open batch's ``group``: a sample, or a turn of the ``session``."""
+        samples = self._responses.setdefault(group, {})
+        samples.setdefault(len(samples) if session is None else session, []).append(response)
 
     @property
     def num_responses(self) -> int:
         """Of the open batch, so far."""
-        return sum(map(len, self._responses.values()))
+        groups = self._responses.values()
+        return sum(len(sample) for samples in groups for sample in samples.values())
+
+    def forget_batch(self) -> None:
+        """What was seen of the open batch does not count."""
+        self._responses = {}
 
     def end_batch(self, train_s: float) -> Choice | None:
         """Finds the next batch's limit; None: as before, or still trying.
@@ -105,13 +114,15 @@ class AdaptiveLimit:
                 other endpoints' groups are trained too; 0: it does not begin before the last group
                 is there, or has said nothing yet.
         """
-        groups, self._responses = list(self._responses.values()), {}
-        responses = [response for group in groups for response in group]
-        limits = self._limits(len(responses))
+        groups = [list(samples.values()) for samples in self._responses.values()]
+        self._responses = {}
+        num_samples = sum(map(len, groups))
+        limits = self._limits(num_samples)
         if len(limits) == 1:
             return None  # too few for a difference
+        responses = [response for group in groups for sample in group for response in sample]
         num_tokens = sum(response.num_tokens for response in responses)
-        work = _Work(num_tokens / len(responses), train_s)
+        work = _Work(num_tokens / num_samples, train_s)
         if self._chosen_for is not None:
             if not self._has_changed(work, self._chosen_for):
                 return None
@@ -119,8 +130,11 @@ class AdaptiveLimit:
         self._num_batches += 1
         took_s = sum(response.ended_s - response.began_s for response in responses)
         self._keep(_Tried(decode_terms(responses), took_s / num_tokens, train_s))
-        groups.sort(key=lambda group: min(response.began_s for response in group))
-        lengths: list[Lengths] = [[response.num_tokens for response in group] for group in groups]
+        groups.sort(key=lambda group: min(sample[0].began_s for sample in group))
+        lengths: list[Lengths] = [
+            [sum(response.num_tokens for response in sample) for sample in group]
+            for group in groups
+        ]
         if self._num_batches < NUM_WITH_ALL:
             self.max_inflight = self.most
             return None
@@ -145,9 +159,9 @@ class AdaptiveLimit:
         self._num_changed = self._num_changed + 1 if is_other else 0
         return self._num_changed == NUM_CHANGED
 
-    def _limits(self, num_responses: int) -> list[int]:
-        """Powers of two, and all that it takes; beyond the number of responses all are alike."""
-        powers = [2**n for n in range(4, 30) if FEWEST <= 2**n < min(self.most, num_responses)]
+    def _limits(self, num_samples: int) -> list[int]:
+        """Powers of two, and all that it takes; beyond the number of samples all are alike."""
+        powers = [2**n for n in range(4, 30) if FEWEST <= 2**n < min(self.most, num_samples)]
         return [*powers, self.most]
 
     def _promising(self, limits: list[int], lengths: list[Lengths]) -> int | None:

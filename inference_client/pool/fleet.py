@@ -403,8 +403,8 @@ class Fleet:
                 if endpoint.down is not None or endpoint.served is None:  # may be another one now
                     await endpoint.client.health()
                     endpoint.served = await endpoint.client.served_model()
-                    endpoint.num_devices = await endpoint.client.num_workers()
                     self.limits.look(endpoint)
+                    endpoint.num_devices = await endpoint.client.num_workers()
                     await self._pay_canary(endpoint)
                 try:
                     return await endpoint.client.weight_version(self.probe_timeout_s)

@@ -42,6 +42,7 @@ class GroupAssignment:
     num_samples: int
     is_of_batch: bool = True  # it is trained; not an evaluation's
     stays: bool = False  # it keeps to its endpoint as long as that can be used, also where it waits
+    session_of: GroupAssignment | None = None  # the group of whose samples this is one
     need: Need = field(init=False)  # of each sample
     endpoint: Endpoint | None = field(default=None, init=False)  # has the prompt in its cache
     spread: bool = field(default=False, init=False)  # its samples go where there is least to do
@@ -56,7 +57,7 @@ class GroupAssignment:
         It begins where the group is, and keeps to that endpoint while it lives.
         """
         own = GroupAssignment(
-            self.rank, self.version, self.sample_tokens, 1, self.is_of_batch, True
+            self.rank, self.version, self.sample_tokens, 1, self.is_of_batch, True, self
         )
         own.endpoint = self.endpoint
         self.release(1)

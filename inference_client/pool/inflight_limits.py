@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from easyrl.inference_client.pool.adaptive_limit import AdaptiveLimit, Choice
@@ -21,11 +21,19 @@ class InflightLimits:
 
     With ``auto`` each limit holds while groups of a batch are asked for; what else is asked for,
     as an evaluation behind the batch, may have all that the endpoint takes. Belongs to the pool's
-    loop but for ``trained``.
+    loop but for ``begin_batch`` and ``trained``.
+
+    A batch of which groups are there already, or that begins again, is not measured: what it asks
+    for is a part of a batch, or more than one.
 
     Args:
         num_shares: processes that share the endpoints, each with limits of its own that together
             stay within what an endpoint takes.
+
+    Attributes:
+        launched_with: by URL, sequences that servers decode at a time whose command line is the
+            run's own.
+        on_choice: told of each.
     """
 
     def __init__(self, max_inflight: int | Literal["auto"], num_shares: int) -> None:
@@ -34,7 +42,9 @@ class InflightLimits:
         self._adaptive: dict[Endpoint, AdaptiveLimit] = {}
         self._holds = False
         self._train_s = 0.0  # of a group, the last batch's; 0: not told
-        # told of each choice
+        self._num_begun = 0  # times that the open batch was
+        self._is_part = False
+        self.launched_with: Mapping[str, int] = {}
         self.on_choice: Callable[[Endpoint, Choice], object] = lambda endpoint, choice: None
 
     @property
@@ -54,7 +64,8 @@ class InflightLimits:
         if self._fixed is not None:
             return
         said = None if endpoint.served is None else endpoint.served.max_num_seqs
-        most = max(1, min(MOST, said or MOST) // self._num_shares)
+        given = self.launched_with.get(endpoint.url)
+        most = max(1, min(MOST, said or MOST, given or MOST) // self._num_shares)
         known = self._adaptive.get(endpoint)
         if known is None or known.most != most:  # another server, perhaps
             self._adaptive[endpoint] = AdaptiveLimit(most)
@@ -62,6 +73,11 @@ class InflightLimits:
 
     def forget(self, endpoint: Endpoint) -> None:
         self._adaptive.pop(endpoint, None)
+
+    def begin_batch(self, num_recovered: int) -> None:
+        """A batch begins, or begins again, of which so many groups are there. Any thread."""
+        self._num_begun += 1
+        self._is_part = num_recovered > 0 or self._num_begun > 1
 
     def hold(self) -> None:
         """A group of a batch is about to be asked for."""
@@ -77,8 +93,12 @@ class InflightLimits:
     def answered(self, endpoint: Endpoint, group: GroupAssignment, response: TimedResponse) -> None:
         """A response that can be used."""
         limit = self._adaptive.get(endpoint)
-        if limit is not None and group.is_of_batch and response.num_tokens:
+        if limit is None or not group.is_of_batch or not response.num_tokens:
+            return
+        if group.session_of is None:
             limit.saw(group, response)
+        else:  # a turn: the session's next one begins when this one has ended
+            limit.saw(group.session_of, response, session=group)
 
     def trained(self, seconds: float, num_groups: int) -> None:
         """What training cost this process in the last batch. Any thread.
@@ -90,6 +110,10 @@ class InflightLimits:
 
     def end_batch(self) -> None:
         """The weights are about to move: the next batch's limits are found."""
+        if self._is_part:
+            for limit in self._adaptive.values():
+                limit.forget_batch()
+        self._num_begun, self._is_part = 0, False
         num_responses = sum(limit.num_responses for limit in self._adaptive.values())
         for endpoint, limit in self._adaptive.items():
             train_s = self._train_s * num_responses / max(1, limit.num_responses)

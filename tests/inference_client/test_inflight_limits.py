@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 
 import pytest
 from pydantic import ValidationError
 
 from easyrl.config import InferenceConfig
 from easyrl.inference_client.pool import adaptive_limit
-from easyrl.inference_client.pool.adaptive_limit import NUM_TRIED, NUM_WITH_ALL
+from easyrl.inference_client.pool.adaptive_limit import NUM_TRIED, NUM_WITH_ALL, Choice
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
-from easyrl.inference_client.pool.inflight_limits import MOST
+from easyrl.inference_client.pool.group_assignment import GroupAssignment
+from easyrl.inference_client.pool.inflight_limits import MOST, InflightLimits
+from tests.inference_client.batch_simulation import simulate
 from tests.inference_client.fake_endpoint import FakeEndpoint
 from tests.inference_client.pool_cases import (
     PROMPT,
@@ -56,6 +59,28 @@ async def test_it_begins_with_all_that_the_endpoint_takes(said, num_shares, most
         await until(lambda: pool.endpoints[0].served is not None)
         assert pool.endpoints[0].max_inflight == most
         assert pool.capacity(in_batch=True) == pool.capacity(in_batch=False) == most
+
+
+@pytest.mark.parametrize(
+    "said, given, num_shares, most",
+    [({}, 8, 1, 8), ({"max_num_seqs": 5}, 8, 1, 5), ({"max_num_seqs": 40}, 8, 1, 8),
+     ({}, 512, 1, MOST), ({}, 8, 2, 4)],
+)  # fmt: skip
+async def test_a_launched_server_is_given_no_more_than_its_command_line_says(
+    said, given, num_shares, most
+):
+    """vLLM does not tell, and would queue what is beyond."""
+    launched, _ = group = servers(2, card=said)
+    limits = InflightLimits("auto", num_shares)
+    async with pool_of(*group) as pool:
+        limits.launched_with = {launched.url: given}
+        await until(lambda: all(endpoint.served is not None for endpoint in pool.endpoints))
+        for endpoint in pool.endpoints:
+            limits.look(endpoint)
+        own, others = (limits.of(endpoint, in_batch=True) for endpoint in pool.endpoints)
+        assert [own, limits.of(pool.endpoints[0], in_batch=False)] == [most, most]
+        assert others == min(said.get("max_num_seqs", MOST), MOST) // num_shares
+    assert InflightLimits(24, 1).of(pool.endpoints[0], in_batch=True) == 24
 
 
 async def test_an_endpoint_that_says_nonsense_is_not_used():
@@ -113,6 +138,64 @@ async def test_what_is_no_batch_has_all_places_behind_one(monkeypatch):
         await server.until(lambda: server.num_open == 64)
         assert endpoint.num_inflight == 64
         await open_all([*beside, *behind], server)
+
+
+class Server:
+    """An endpoint as far as limits look at it."""
+
+    url, served, max_inflight = "http://a:1", None, MOST
+
+
+def answers(
+    limits: InflightLimits, server: Server, groups: list[list[int]], limit: int | None = None
+) -> None:
+    """Responses of so many tokens, all of which training follows."""
+    batch = simulate(lambda num: 2.7e-3 + 3.5e-5 * num, groups, limit or server.max_inflight, 0.016)
+    for responses in batch.responses:
+        group = GroupAssignment((0, 0.0, 0), V1, 24, len(responses))
+        for response in responses:
+            limits.answered(server, group, response)  # type: ignore[arg-type]
+    limits.trained(0.016 * len(groups), len(groups))
+
+
+def even_groups(num_groups: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randint(15, 24) for _ in range(8)] for _ in range(num_groups)]
+
+
+def run_of(parts: list[str]) -> tuple[list[int], list[Choice]]:
+    """The limit of each batch and what was chosen: of "whole" ones, ones of which most is there
+    when they begin, and ones that begin again behind a half."""
+    limits, server, chosen = InflightLimits("auto", 1), Server(), []
+    limits.on_choice = lambda endpoint, choice: chosen.append(choice)
+    limits.look(server)  # type: ignore[arg-type]
+    had, num_whole = [], 0
+    for part in parts:
+        limits.begin_batch(num_recovered=26 if part == "resumed" else 0)
+        limits.hold()
+        had.append(server.max_inflight)
+        if part == "resumed":
+            answers(limits, server, [[200] * 8] * 6)
+        elif part == "withdrawn":
+            answers(limits, server, [[200] * 8] * 16)
+            limits.begin_batch(num_recovered=0)
+            answers(limits, server, [[200] * 8] * 32)
+        else:
+            answers(limits, server, even_groups(32, num_whole))
+            num_whole += 1
+        limits.end_batch()
+    return had, chosen
+
+
+@pytest.mark.parametrize("part", ["resumed", "withdrawn"])
+@pytest.mark.parametrize("place", range(6))
+def test_parts_of_batches_are_not_learnt_from(part, place):
+    """Whatever they look like: the others are tried, and chosen by, as if they had not been."""
+    had, (choice,) = run_of(["whole"] * 8)
+    assert len(set(had)) > 1, "there is something to choose"
+    disturbed, (other,) = run_of([*["whole"] * place, part, part, *["whole"] * (8 - place)])
+    assert other == choice
+    assert [*disturbed[:place], *disturbed[place + 2 :]] == had
 
 
 async def test_requests_are_the_same_whatever_the_limit():

@@ -10,7 +10,7 @@ import numpy as np
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.schema import Completion
-from tests.inference_client.pool_cases import PROMPT, SAMPLING, V1, ask, pool_of, servers
+from tests.inference_client.pool_cases import PROMPT, SAMPLING, V1, ask, pool_of, servers, until
 
 LONGER = np.array([5, 6, 7, 8, 9], dtype=np.int32)
 
@@ -78,6 +78,30 @@ async def test_each_session_takes_a_place_that_its_group_holds():
         made = await asyncio.gather(*(turn(pool, each, seed) for seed, each in enumerate(sessions)))
         assert len(made) == len(server.requests) == 4
     assert endpoint.num_reserved == endpoint.num_inflight == endpoint.outstanding_tokens == 0
+
+
+async def test_sessions_are_samples_of_their_group_for_the_choice_of_a_limit():
+    """Two of a group, each of three turns: one group of two lengths, and not six groups of one."""
+    group = servers(1)
+    async with pool_of(*group) as pool, contextlib.AsyncExitStack() as stack:
+        await until(lambda: pool.endpoints[0].served is not None)
+        place = await stack.enter_async_context(pool.group(3, 4.0, V1, num_samples=2))
+        alone = await stack.enter_async_context(pool.group(3, 4.0, V1, num_samples=2))
+        told = _told_of(pool)
+        sessions = [place.session(), place.session()]
+        made = [await turn(pool, each, seed) for seed in range(3) for each in sessions]
+        for seed in (3, 4):
+            await pool.generate(PROMPT, SAMPLING, seed, alone)
+    assert told[:6] == [(place, len(m.token_ids), sessions[n % 2]) for n, m in enumerate(made)]
+    assert [(of, session) for of, _, session in told[6:]] == [(alone, None)] * 2
+
+
+def _told_of(pool: EndpointPool) -> list[tuple[GroupAssignment, int, GroupAssignment | None]]:
+    """What the endpoint's limit is told from now on: group, tokens, session."""
+    told = []
+    (limit,) = pool.limits._adaptive.values()
+    limit.saw = lambda of, response, session=None: told.append((of, response.num_tokens, session))
+    return told
 
 
 async def _until_asked(group, number: int) -> None:

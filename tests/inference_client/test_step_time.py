@@ -246,10 +246,51 @@ def test_a_batch_of_few_responses_leaves_nothing_to_choose():
     assert limit.max_inflight == 256
 
 
+TURNS = 4
+
+
+def train_on_sessions(limit: AdaptiveLimit, work: str, batches: range) -> list[Choice | None]:
+    """As ``train_on``, of samples that are a few turns each, answered one after the other."""
+    groups_of, step_s, train_s = WORKLOADS[work]
+    choices = []
+    for number in batches:
+        batch = simulate(step_s, groups_of(number), limit.max_inflight, train_s)
+        for key, group in enumerate(batch.responses):
+            for sample, (began_s, ended_s, num_tokens) in enumerate(group):
+                turn_s = (ended_s - began_s) / TURNS
+                for turn in range(TURNS):
+                    first, last = (num_tokens * n // TURNS for n in (turn, turn + 1))
+                    times = began_s + turn * turn_s, began_s + (turn + 1) * turn_s
+                    limit.saw(key, TimedResponse(*times, last - first), session=(key, sample))
+        choices.append(limit.end_batch(train_s))
+    return choices
+
+
+@pytest.mark.parametrize("work", ["short", "training is nothing", "large"])
+def test_turns_of_a_session_are_one_sample(work):
+    """The same tokens at the same times: what is chosen does not depend on who asked for them."""
+    whole, turns = AdaptiveLimit(256), AdaptiveLimit(256)
+    (expected,) = filter(None, train_on(whole, work, range(5)))
+    (found,) = filter(None, train_on_sessions(turns, work, range(5)))
+    assert found.lengths == expected.lengths
+    assert found.max_inflight == expected.max_inflight
+    assert found.expected_s == pytest.approx(expected.expected_s, rel=0.02)
+
+
+def test_few_sessions_of_many_turns_leave_nothing_to_choose():
+    limit = AdaptiveLimit(256)
+    for turn in range(10):
+        for sample in range(16):
+            limit.saw(0, TimedResponse(turn, turn + 1.0, 10), session=sample)
+    assert limit.num_responses == 160
+    assert limit.end_batch(0.1) is None
+    for _ in range(5):
+        assert limit.end_batch(0.1) is None
+    assert limit.max_inflight == 256
+
+
 def test_a_choice_says_why():
     limit = AdaptiveLimit(256)
     said = str(next(filter(None, train_on(limit, "short", range(5)))))
-    assert (
-        f"{limit.max_inflight} requests in flight: 256 responses of 19" in said or "of 20" in said
-    )
+    assert f"{limit.max_inflight} requests in flight: 256 samples of 19" in said or "of 20" in said
     assert "s with 256" in said and "16 ms a group" in said
