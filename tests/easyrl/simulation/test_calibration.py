@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from easyrl.simulation.calibrate import calibrate
+from easyrl.simulation.line_search import search_beside, stride_of
 from easyrl.simulation.pipeline import simulate
 from easyrl.simulation.setting import Lengths
 from easyrl.simulation.split import splits_of
@@ -88,21 +89,26 @@ def test_of_few_devices_all_divisions_are_tried(devices: int) -> None:
     assert tried == set(range(1, devices))
 
 
-@pytest.mark.parametrize("train_s", [0.02, 0.3, 3.0])
-def test_of_many_the_best_is_as_good_as_the_best_of_all(train_s: float) -> None:
-    rates = replace(SETTING.rates, train_token_s=0.0, train_group_s=train_s)
-    lengths = Lengths(mean=100, sigma=0.5, longest=400)
-    setting = replace(SETTING, batch_size=300, places=2, rates=rates, lengths=lengths)
+@pytest.mark.parametrize("best", [1, 2, 37, 100, 163, 199])
+def test_of_many_numbers_the_best_is_found(best: int) -> None:
+    asked = []
+
+    def cost_of(number: int) -> int | None:
+        asked.append(number)
+        return abs(number - best) if 1 <= number <= 199 else None
+
+    stride = stride_of(199)
+    start = min(range(1, 200, stride), key=lambda number: abs(number - best))
+    assert search_beside(start, stride, cost_of) == best
+    assert {best - 1, best, best + 1} <= set(asked) and len(asked) == len(set(asked)) < 20
+
+
+def test_of_many_devices_what_is_beside_the_best_is_tried() -> None:
+    setting = replace(SETTING, batch_size=300, places=2, lengths=Lengths(mean=100, sigma=0.5))
     tried = splits_of(200, setting)
-    assert len(tried) < 60
-    best = tried[0]
-    beside = {best.setting.endpoints - 1, best.setting.endpoints + 1} - {0, 200}
-    assert beside <= {split.setting.endpoints for split in tried}
-    seconds = [
-        simulate(replace(setting, endpoints=n, ranks=200 - n), num_draws=2).step_s
-        for n in range(1, 200)
-    ]
-    assert best.outcome.step_s <= min(seconds) * 1.02
+    numbers = {split.setting.endpoints for split in tried}
+    best = tried[0].setting.endpoints
+    assert {best - 1, best + 1} - {0, 200} <= numbers and len(numbers) < 60
 
 
 def test_prompts_are_trained_with_each_response_where_they_are_not_shared() -> None:

@@ -74,9 +74,9 @@ def test_prompts_that_are_not_shared_are_trained_with_each_response() -> None:
 
 def test_updates_have_slices_of_the_prompts_one_behind_the_other() -> None:
     rates = replace(RATES, update_s=0.2)
-    setting = replace(SETTING, rates=rates, places=4, updates=2)
+    setting = replace(SETTING, rates=rates, updates=2)  # all are sent at once
     outcome = simulate_batch(setting, [[100, 100], [200, 200], [100, 100], [100, 100]])
-    # of the first at 1 and 2 s: 2.45 and its step 2.65; of the second at 2 s, so 2.65 + 0.5
+    # the first update's groups are there at 1 and 2 s, trained at 2.45; then its step, then others
     assert outcome.step_s == pytest.approx(2.0 + 0.45 + 0.2 + 0.25 + 0.25 + 0.5)
     synchronous = simulate_batch(
         replace(setting, mode="sync"), [[100, 100], [200, 200], [100, 100], [100, 100]]
