@@ -15,7 +15,7 @@ from easyrl.build.tokenizer import check_chat_template, load_tokenizer, read_tok
 from easyrl.build.trial import try_user_code
 from easyrl.build.vocabulary import policy_vocabulary, require_known_tokens
 from easyrl.completion_check import Vocabulary
-from easyrl.config import ConfigError, DatasetConfig, EvaluationConfig, set_key
+from easyrl.config import Config, ConfigError, DatasetConfig, set_key
 from easyrl.dataloaders.prompts.dataset import PromptOrder, load_prompts
 from easyrl.dataloaders.prompts.template_values import every_variant
 from easyrl.environments.mixing import check_named
@@ -44,18 +44,16 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
 
     Raises ``ConfigError`` for what cannot be used.
     """
-    config, evaluation = run.config, run.config.evaluation
+    config = run.config
     tokenizer = load_tokenizer(config)
     check_chat_template(config, tokenizer)
     vocabulary = policy_vocabulary(config, tokenizer)
     check_vocabularies(config, tokenizer, read_tokenizer)
     seed = config.run.seed
     prompts = load_data(config.data, tokenizer, "data", seed)
-    held_out: Mapping[str, Sequence[Prompt]] = {}
-    if evaluation is not None:
-        held_out = load_held_out(evaluation, tokenizer, seed)
+    check_named(config.environments, prompts)
+    held_out = load_held_out(config, tokenizer)
     possible = [each for given in (prompts, *held_out.values()) for each in every_variant(given)]
-    check_named(config.environments, possible)
     require_known_tokens(config, [prompt.token_ids for prompt in possible], vocabulary.size)
     if config.scoring.on_reward_error != "zero":
         on_rank_zero(run.collectives, lambda: check_prompts(config.rewards, possible))
@@ -70,13 +68,17 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
 
 
 def load_held_out(
-    evaluation: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+    config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> Mapping[str, Sequence[Prompt]]:
-    """The prompts of each set. Raises as ``load_data``."""
-    return {
-        name: load_data(each.data, tokenizer, f"{set_key(name)}.data", seed, is_held_out=True)
-        for name, each in evaluation.sets.items()
-    }
+    """The prompts of each set of the evaluation; empty without one. Raises as ``load_data``, and
+    for a record that names no environment."""
+    held_out = {}
+    for name, each in config.evaluation.sets.items() if config.evaluation else ():
+        key = f"{set_key(name)}.data"
+        prompts = load_data(each.data, tokenizer, key, config.run.seed, is_held_out=True)
+        check_named(config.environments, prompts)
+        held_out[name] = prompts
+    return held_out
 
 
 def load_data(

@@ -6,7 +6,6 @@ import json
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -63,15 +62,13 @@ def _evaluate(config: Config, evaluation: EvaluationConfig, keep_texts: Path | N
     from easyrl.build.servers import start_servers
     from easyrl.build.tokenizer import load_tokenizer, token_decoder
     from easyrl.build.vocabulary import policy_vocabulary
-    from easyrl.environments.mixing import check_named
     from easyrl.runtime.collectives import Collectives
     from easyrl.runtime.ranks import Ranks
     from easyrl.runtime.stopping import StopRequest
     from easyrl.samples.texts import TextFile
 
     tokenizer = load_tokenizer(config)
-    held_out = load_held_out(evaluation, tokenizer, config.run.seed)
-    check_named(config.environments, chain.from_iterable(held_out.values()))
+    held_out = load_held_out(config, tokenizer)
     with ExitStack() as opened:
         # not into run.output_dir, which may be a run's
         log_dir = Path(opened.enter_context(TemporaryDirectory(prefix="easyrl-eval-")))
