@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,7 +74,7 @@ def max_num_seqs(launch: LaunchConfig) -> int | None:
 def _number(options: Sequence[str], *names: str) -> int | None:
     """What the last of these options is given: ``--name=8``, or a word of its own behind it."""
     found = None
-    for option, following in zip(options, [*options[1:], ""], strict=True):
+    for option, following in pairwise([*options, ""]):
         name, equals, value = option.partition("=")
         if name.replace("_", "-") in names:
             found = value if equals else following

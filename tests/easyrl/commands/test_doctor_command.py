@@ -88,7 +88,8 @@ def test_a_broken_file_of_records_fails_no_other_check(model: Path, server: str)
 def test_a_record_that_names_no_environment(model: Path) -> None:
     game, records = model.parent / "game.py", model.parent / "named.jsonl"
     game.write_text("async def rollout(client, prompt):\n    return 1.0\n")
-    named = [{"prompt": "1+1=", "environment": name} for name in ("game", "gane")]
+    names = ("game", "gane")
+    named = [{"prompt": "1+1=", "answer": "2", "environment": name} for name in names]
     records.write_text("".join(json.dumps(record) + "\n" for record in named))
     sections = {"environments": [{"name": "game", "file": str(game)}], "rewards": []}
     told = run(model, NOWHERE, "--json", f"data.files=[{records}]", status=1, **sections)

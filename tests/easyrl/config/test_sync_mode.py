@@ -20,7 +20,7 @@ READERS = {
     "easyrl/config/records.py",  # refuses it: there is nothing to wait for
     # what a run is looked at with: advice simulates a synchronous batch as one
     "easyrl/build/timeline.py",
-    "easyrl/commands/plan.py",
+    "easyrl/simulation/run_setting.py",
     "easyrl/commands/trace.py",
     "easyrl/report/collect.py",
 }

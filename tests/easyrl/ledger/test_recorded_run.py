@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from easyrl.build.replay import Replayed
-from easyrl.commands.replay import _reasons
+from easyrl.commands.replay import reasons_to_differ
 from easyrl.config import Config
 from easyrl.dataloaders.producer.group_stream import GroupStream
 from easyrl.ledger.journal.batch import Journal
@@ -92,7 +92,7 @@ def test_a_replay_says_whether_groups_come_in_the_runs_order(
 ) -> None:
     config = SimpleNamespace(run=SimpleNamespace(determinism=determinism))
     replayed = Replayed(1, 2, 1, {}, {}, Ranks.data_parallel(0, 2), frozenset(in_prompt_order))
-    reasons = _reasons(recorded(run), cast(Config, config), replayed, [])
+    reasons = reasons_to_differ(recorded(run), cast(Config, config), replayed, [])
     assert len(reasons) == len(told)
     assert all(part in reason for part, reason in zip(told, reasons, strict=True))
 

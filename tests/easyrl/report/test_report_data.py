@@ -249,7 +249,7 @@ def test_the_papers_measure_and_the_shares_are_seen_first_and_drawn(run_dir: Pat
         *("throughput/tpspd", "throughput/tokens_per_s_per_device")
     ]
     assert "time/trainer_waiting_share" in drawn["Trainers' time in a batch"]
-    assert len(drawn["Endpoints' time in a batch"]) == 4
+    assert len(drawn["Endpoints' time in a batch"]) == 6
 
 
 def test_shares_are_of_all_batches_where_the_timeline_has_the_newest_alone(run_dir: Path) -> None:

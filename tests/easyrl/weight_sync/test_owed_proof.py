@@ -13,12 +13,13 @@ import requests
 import torch
 
 from easyrl.config import SHARED_MEMORY
+from easyrl.inference_client.errors import Outage
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
 from easyrl.inference_client.servers.embedded.server import start_site
 from easyrl.inference_client.transfer.artifact import HEADER_BYTES
 from easyrl.runtime.loop_thread import LoopThread
-from easyrl.schema import NoEndpointServes, Outage, PolicyVersion
+from easyrl.schema import NoEndpointServes, PolicyVersion
 from tests.easyrl.weight_sync.weight_sync_parts import (
     PROVE,
     PlainEngine,

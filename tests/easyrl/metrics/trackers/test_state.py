@@ -216,6 +216,7 @@ def test_what_there_was_no_room_for_is_logged_by_the_resumed_run(tmp_path, monke
     wait_until(lambda: service.steps == [0, 1, 2])
     tracker.close()
     resumed = Told()
+    monkeypatch.undo()  # the end needs room, too
     in_background(tmp_path, resumed, 2, 3, 4).close()
     assert service.steps == [0, 1, 2] and resumed.steps == [3, 4]
 
