@@ -15,12 +15,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
 KILL_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 0.5
+EXECUTED_S = 0.02  # that a process which is being executed may show no environment
 # Python's helper that unlinks shared memory and semaphores (/dev/shm) when their owners are gone.
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 TRACKER_PATIENCE_S = 5.0  # on a busy machine it may not even have started yet
@@ -61,26 +63,34 @@ class ProcessGuard:
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Running processes with the variable ``mark`` in their environment; zombies have none."""
-    found = []
-    for pid in psutil.pids():
-        with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or another user's
-            if mark in psutil.Process(pid).environ():
-                found.append(pid)
+    """Running processes with the variable ``mark`` in their environment; zombies have none.
+
+    One that is being executed shows no environment for a moment: those without are asked twice.
+    """
+    found, without = _having(mark, psutil.pids())
+    if without:
+        time.sleep(EXECUTED_S)
+        found += _having(mark, without)[0]
     return found
 
 
-def kill_marked(mark: str) -> None:
-    """Kills all that have ``mark``; one that the kernel does not let go is left behind.
+def _having(mark: str, pids: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Of ``pids`` those with ``mark``, and those that show no environment."""
+    found, without = [], []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or another user's
+            environment = psutil.Process(pid).environ()
+            if mark in environment:
+                found.append(pid)
+            elif not environment:
+                without.append(pid)
+    return found, without
 
-    Looks until twice in a row none was found: a process that is just being executed shows no
-    environment for a moment.
-    """
+
+def kill_marked(mark: str) -> None:
+    """Kills all that have ``mark``; one that the kernel does not let go is left behind."""
     deadline_s = time.monotonic() + KILL_TIMEOUT_S
-    looks_without = 0
-    while looks_without < 2 and time.monotonic() < deadline_s:
-        pids = marked_processes(mark)
-        looks_without = 0 if pids else looks_without + 1
+    while (pids := marked_processes(mark)) and time.monotonic() < deadline_s:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

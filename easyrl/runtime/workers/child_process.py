@@ -58,13 +58,11 @@ class Child:
         from easyrl.runtime.process_guard import marked_processes  # of no use to the child
 
         deadline_s = time.monotonic() + limit_s
-        looks_without = 0  # one that is just being executed shows no environment for a moment
         while True:
             self.kill()
             has_ended = self.process.poll() is not None
             left = marked_processes(self.mark)
-            looks_without = 0 if left else looks_without + 1
-            if has_ended and looks_without > 1:
+            if has_ended and not left:
                 return []
             if time.monotonic() > deadline_s:
                 return left if has_ended else sorted({self.process.pid, *left})
