@@ -131,7 +131,8 @@ class SharedCores:
         assert self._file is not None
         num_others = self._count_others(0, _END)
         beginning = os.pread(self._file, 8, 0)
-        self._contention.end(tells=num_others == 0 and beginning == self._last_beginning)
+        nobody_began = num_others == 0 and beginning == self._last_beginning
+        self._contention.end(tells=nobody_began and self._others == 0)
         self._last_beginning = beginning
         return num_others
 
