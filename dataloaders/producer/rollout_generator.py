@@ -93,6 +93,8 @@ class RolloutGenerator:
     in_prompt_order: bool = False  # groups are handed out so, not in order of completion
     record: Record = ignore
     span: AddSpan = ignore_span  # told of each group and reward
+    # told, as a batch begins, how many of its groups are there already
+    on_begin: Callable[[int], object] = lambda num_recovered: None
     # held while a store is written, so that one thread at a time is busy with it
     _disk: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
@@ -133,6 +135,7 @@ class RolloutGenerator:
         )
         for stream in batch.updates:
             stream.on_handed_out = self._handed_out
+        self.on_begin(len(recovered))
         self.record("batch_dispatched", version=version, num_recovered=len(recovered))
         for position, stored in recovered:
             self._add_stored(batch, position, prompt_at(position), stored)

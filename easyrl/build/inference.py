@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from easyrl.build.accumulation import is_interruption
 from easyrl.build.episodes import open_episodes, session_of
@@ -37,7 +36,7 @@ from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import ExpectedLengths
 from easyrl.inference_client.pool.idle_room import IdleRoom
-from easyrl.inference_client.pool.inflight_limits import MOST, InflightLimits
+from easyrl.inference_client.pool.inflight_limits import MOST
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.rewards import worker as reward_worker
 from easyrl.rewards.scorer import Scorer
@@ -84,10 +83,11 @@ class Inference:
             rollout,
             rollout.num_generations,
             self.config.scoring.truncated_reward,
-            _telling_of_batches(self.record, self.pool.limits),
+            self.record,
             groups_per_batch=self.config.trainer.batch_size // self.num_shares,
             busy=self.rewards_busy,
             in_prompt_order=is_strict(self.config),
+            on_begin=self.pool.limits.begin_batch,
         )
 
     def evaluator(
@@ -138,6 +138,7 @@ class Inference:
         busy: BusyTime,
         in_prompt_order: bool = False,
         room: IdleRoom | None = None,
+        on_begin: Callable[[int], object] = lambda num_recovered: None,
     ) -> RolloutGenerator:
         config, lengths = self.config, ExpectedLengths(sampling.max_tokens)
         is_of_batch = room is None
@@ -206,6 +207,7 @@ class Inference:
             in_prompt_order=in_prompt_order,
             record=record,
             span=self.span if room is None else ignore_span,
+            on_begin=on_begin,
         )
 
 
@@ -300,17 +302,6 @@ def inference_settings(config: Config) -> InferenceConfig:
     if settings.max_inflight == "auto" and is_strict(config):
         return settings.model_copy(update={"max_inflight": MOST})
     return settings
-
-
-def _telling_of_batches(record: Record, limits: InflightLimits) -> Record:
-    """``record``, of which ``limits`` hear when a batch begins."""
-
-    def told(event: str, **fields: Any) -> None:
-        if event == "batch_dispatched":
-            limits.begin_batch(fields["num_recovered"])
-        record(event, **fields)
-
-    return told
 
 
 def _record_choice(record: Record, endpoint: Endpoint, choice: Choice) -> None:
