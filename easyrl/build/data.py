@@ -50,8 +50,7 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
     vocabulary = policy_vocabulary(config, tokenizer)
     check_vocabularies(config, tokenizer, read_tokenizer)
     seed = config.run.seed
-    prompts = load_data(config.data, tokenizer, "data", seed)
-    check_named(config.environments, prompts)
+    prompts = load_trained(config, tokenizer)
     held_out = load_held_out(config, tokenizer)
     possible = [each for given in (prompts, *held_out.values()) for each in every_variant(given)]
     require_known_tokens(config, [prompt.token_ids for prompt in possible], vocabulary.size)
@@ -67,34 +66,37 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
     return TrainingData(vocabulary, prompts, held_out, order)
 
 
+def load_trained(config: Config, tokenizer: PreTrainedTokenizerBase) -> Sequence[Prompt]:
+    """The prompts of ``data``. Raises ``ConfigError`` naming file, line and remedy."""
+    return _load(config, config.data, tokenizer, "data")
+
+
 def load_held_out(
     config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> Mapping[str, Sequence[Prompt]]:
-    """The prompts of each set of the evaluation; empty without one. Raises as ``load_data``, and
-    for a record that names no environment."""
-    held_out = {}
-    for name, each in config.evaluation.sets.items() if config.evaluation else ():
-        key = f"{set_key(name)}.data"
-        prompts = load_data(each.data, tokenizer, key, config.run.seed, is_held_out=True)
-        check_named(config.environments, prompts)
-        held_out[name] = prompts
-    return held_out
+    """The prompts of each set of the evaluation; empty without one. Raises as ``load_trained``."""
+    sets = config.evaluation.sets if config.evaluation else {}
+    return {
+        name: _load(config, each.data, tokenizer, f"{set_key(name)}.data", is_held_out=True)
+        for name, each in sets.items()
+    }
 
 
-def load_data(
-    config: DatasetConfig,
+def _load(
+    config: Config,
+    section: DatasetConfig,
     tokenizer: PreTrainedTokenizerBase,
     key: str,
-    seed: int,
     *,
     is_held_out: bool = False,
 ) -> Sequence[Prompt]:
-    """The prompts of one section, ``seed`` the run's.
-
-    Raises ``ConfigError`` naming file, line and remedy.
-    """
+    seed = config.run.seed
     try:
-        return load_prompts(config, tokenizer, source_key=key, seed=seed, is_held_out=is_held_out)
+        prompts = load_prompts(
+            section, tokenizer, source_key=key, seed=seed, is_held_out=is_held_out
+        )
     except ValueError as error:
         said = str(error)
         raise ConfigError(said if said.startswith(key) else f"{key}: {said}") from error
+    check_named(config.environments, prompts)
+    return prompts

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from easyrl.build.data import load_data
+from easyrl.build.data import load_trained
 from easyrl.build.doctor_endpoints import Policy, check_endpoints
 from easyrl.build.inference import open_scoring
 from easyrl.build.row_settings import decide_row_settings
@@ -28,7 +28,6 @@ from easyrl.doctor.memory import check_memory
 from easyrl.doctor.rewards import reward_finding
 from easyrl.doctor.space import disk_finding, weight_space_finding
 from easyrl.doctor.versions import check_versions
-from easyrl.environments.mixing import check_named
 from easyrl.inference_client.client import TensorShapes
 from easyrl.memory_plan.remedies import Load
 from easyrl.recipes.loading import load_recipe
@@ -110,8 +109,7 @@ class Diagnosis:
         check_chat_template(config, self._tokenizer)
         self._vocabulary = policy_vocabulary(config, self._tokenizer)
         check_vocabularies(config, self._tokenizer, read_tokenizer)
-        prompts = load_data(config.data, self._tokenizer, "data", config.run.seed)
-        check_named(config.environments, prompts)
+        prompts = load_trained(config, self._tokenizer)
         possible = [prompt.token_ids for prompt in every_variant(prompts)]
         require_known_tokens(config, possible, self._vocabulary.size)
         self._prompts = prompts
