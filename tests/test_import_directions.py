@@ -124,14 +124,14 @@ MAY_IMPORT = {
     "simulation.pipeline": "simulation.setting",
     "simulation.calibrate": "simulation.setting timeline",
     "simulation.replay": "simulation.calibrate simulation.pipeline simulation.setting timeline",
-    "simulation.advice": "simulation.calibrate simulation.pipeline simulation.replay"
+    "simulation.advice": "config simulation.calibrate simulation.pipeline simulation.replay"
     " simulation.setting timeline",
     "simulation.run_setting": "config metrics.trackers runtime.run_files simulation.calibrate"
     " simulation.replay simulation.setting timeline",
     "simulation.stated_rates": "config simulation.setting",
     "simulation": "config memory_plan",
-    "report": "config metrics.names runtime.run_files runtime.whole_files samples timeline"
-    " simulation.advice",
+    "report": "config metrics.names metrics.trackers runtime.run_files runtime.whole_files samples"
+    " simulation.advice timeline",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
     " runtime.interfaces runtime.machine runtime.shared_cores runtime.stopping"
     " inference_client",

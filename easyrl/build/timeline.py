@@ -14,7 +14,7 @@ from easyrl.config import Config
 from easyrl.engines.base import TrainEngine
 from easyrl.runtime.phase_clock import OnInterval, PhaseClock
 from easyrl.schema import Progress
-from easyrl.simulation.advice import advice
+from easyrl.simulation.advice import advice_of_run
 from easyrl.timeline.accounts_file import AccountsFile
 from easyrl.timeline.chrome_trace import FILE, newest_batches, write_trace
 from easyrl.timeline.folder import TimelineFolder
@@ -111,11 +111,7 @@ def _end(folder: TimelineFolder, accounts: AccountsFile | None, config: Config) 
 def _advise(batches: Sequence[BatchSpans], run_dir: Path, config: Config) -> None:
     """Says what would make a batch shorter. What fails here is not a run that has failed."""
     try:
-        told = advice(
-            batches,
-            synchronous=config.run.mode == "sync",
-            devices_per_rank=config.parallel.ranks_per_model,
-        )
+        told = advice_of_run(batches, config)
     except Exception:  # whatever a simulation of unforeseen times may raise
         logger.warning("there is no advice on the run's time", exc_info=True)
         return

@@ -30,13 +30,12 @@ def trace_command(
 
     from easyrl.config import ConfigError
     from easyrl.config.file import load_config
-    from easyrl.simulation.advice import advice
+    from easyrl.simulation.advice import advice_of_run
     from easyrl.timeline.accounting import account
     from easyrl.timeline.chrome_trace import FILE, MOST_EVENTS, newest_batches, write_trace
     from easyrl.timeline.folder import TimelineFolder
     from easyrl.timeline.reading import chosen_batches
     from easyrl.timeline.show import print_accounts, startup_line
-    from easyrl.timeline.spans import whole_batches
 
     folder = TimelineFolder(run_dir)
     most_events: int | None
@@ -66,12 +65,7 @@ def trace_command(
     print_accounts(accounts, console)
     if (line := startup_line(list(by_number.values()))) is not None:
         console.print(line)
-    told = advice(
-        whole_batches(chosen),
-        synchronous=config.run.mode == "sync",
-        devices_per_rank=config.parallel.ranks_per_model,
-    )
-    console.print(told)
+    console.print(advice_of_run(chosen, config))
     first, last = min(by_number), max(by_number)
     console.print(
         f"{path}: batches {first} to {last}, {written.num_events} events; open it at "

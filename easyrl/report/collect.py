@@ -18,7 +18,7 @@ from easyrl.report.newest_batches import MOST_BATCHES, NewestBatches
 from easyrl.report.samples import Decode, NewestSamples
 from easyrl.runtime.run_files import CONFIG_FILE, METRICS_FILE, file_of_run
 from easyrl.samples.folder import SampleFolder
-from easyrl.simulation.advice import advice
+from easyrl.simulation.advice import advice_of_run
 from easyrl.timeline.show import startup_line
 
 
@@ -139,11 +139,7 @@ class Collector:
             return
         told = ""
         if config is None or config.source == "rollouts":  # records have no inference
-            told = advice(
-                [each for of_ranks in spans for each in of_ranks],
-                synchronous=config is not None and config.run.mode == "sync",
-                devices_per_rank=None if config is None else config.parallel.ranks_per_model,
-            )
+            told = advice_of_run([each for of_ranks in spans for each in of_ranks], config)
         self._advised = _Advised(last, told, startup_line(spans) or "")
 
 

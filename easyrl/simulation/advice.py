@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from easyrl.config import Config
 from easyrl.simulation.calibrate import (
     LEAST_REQUESTS,
     calibrate,
@@ -24,7 +25,14 @@ from easyrl.simulation.calibrate import (
 from easyrl.simulation.pipeline import simulate_batch
 from easyrl.simulation.replay import lengths_of
 from easyrl.simulation.setting import Setting
-from easyrl.timeline.spans import GROUP, REQUEST, BatchSpans, is_rank, spans_of
+from easyrl.timeline.spans import (
+    GROUP,
+    REQUEST,
+    BatchSpans,
+    is_rank,
+    spans_of,
+    whole_batches,
+)
 
 MORE_TRAINING, MORE_INFERENCE = "training devices", "places at inference endpoints"
 MORE_ENDPOINTS = "inference endpoints"
@@ -145,6 +153,15 @@ def advice(
         )
     told = _told(replay, expected, batches, devices_per_rank)
     return f"{told} (the simulation is {abs(off):.0%} off)"
+
+
+def advice_of_run(batches: Sequence[BatchSpans], config: Config | None) -> str:
+    """``advice`` on what a run of ``config`` has kept, without batches that lack spans."""
+    return advice(
+        whole_batches(batches),
+        synchronous=config is not None and config.run.mode == "sync",
+        devices_per_rank=None if config is None else config.parallel.ranks_per_model,
+    )
 
 
 def _told(

@@ -19,10 +19,8 @@ READERS = {
     "easyrl/config/trainer.py",  # look_ahead, said in the comment of run.mode
     "easyrl/config/records.py",  # refuses it: there is nothing to wait for
     # what a run is looked at with: advice simulates a synchronous batch as one
-    "easyrl/build/timeline.py",
+    "easyrl/simulation/advice.py",
     "easyrl/simulation/run_setting.py",
-    "easyrl/commands/trace.py",
-    "easyrl/report/collect.py",
 }
 
 
