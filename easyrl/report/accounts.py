@@ -6,11 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from easyrl.report.growing_file import GrowingFile
 from easyrl.timeline.accounting import LaneAccount, mean_shares
-from easyrl.timeline.accounts_file import FILE, BatchAccount
+from easyrl.timeline.accounts_file import FILE, account_of_line
 from easyrl.timeline.folder import FOLDER
 from easyrl.timeline.spans import is_endpoint, is_rank
 
@@ -39,9 +37,8 @@ class AccountsOfRun:
         self.num_batches, self.newest, self._sums = 0, {}, _Sums()
 
     def _add_line(self, line: bytes) -> None:
-        try:
-            found = msgspec.json.decode(line, type=BatchAccount)
-        except (msgspec.DecodeError, UnicodeDecodeError):  # a crash has cut it
+        found = account_of_line(line)
+        if found is None:
             return
         self.num_batches += 1
         self._sums.add(found.lanes)

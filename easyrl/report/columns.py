@@ -9,8 +9,7 @@ from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from easyrl.metrics.trackers.jsonl import metrics_of_line
 from easyrl.report.growing_file import GrowingFile
 
 logger = logging.getLogger(__name__)
@@ -67,13 +66,9 @@ class MetricsFile:
 
     def _add(self, line: bytes) -> None:
         try:
-            row = orjson.loads(line)
-            if not isinstance(row["step"], int):
-                raise TypeError("step has to be a whole number")
-        except (ValueError, TypeError, KeyError) as error:
+            self.add(metrics_of_line(line))
+        except ValueError as error:
             logger.warning("%s: a line is damaged and left out: %s", self._path, error)
-            return
-        self.add(row)
 
 
 def is_number(value: object) -> bool:

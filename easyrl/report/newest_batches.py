@@ -36,7 +36,8 @@ class NewestBatches:
 
         ``accounts``: of batches by number, as far as they are known.
         """
-        newest = dict(list(stamps(self._folder.path).items())[-MOST_BATCHES:])
+        found = stamps((file.batch, file.path) for file in self._folder.files())
+        newest = dict(list(found.items())[-MOST_BATCHES:])
         last, packed, read = list(newest)[-MOST_READ:], {}, {}
         for number, stamp in newest.items():
             known = self._packed.get(number)

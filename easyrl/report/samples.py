@@ -36,9 +36,10 @@ class NewestSamples:
         those that are shown; "turns", of an episode: [{"heading", "writer", "branch", "start",
         "sampled", "end"}].
         """
+        found_stamps = stamps((file.step, file.path) for file in self._folder.files())
         kept: dict[int, _Kept] = {}
         num_tokens = 0
-        for step, stamp in reversed(stamps(self._folder.path).items()):
+        for step, stamp in reversed(found_stamps.items()):
             found = self._kept.get(step)
             if found is None or found.stamp != stamp:
                 groups = self._folder.read(step)

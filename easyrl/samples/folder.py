@@ -43,13 +43,13 @@ class SampleFolder:
 
     def remove_up_to(self, step: int) -> None:
         """The files of ``step`` and the steps before it. Raises ``OSError``."""
-        for file in self._files() if step > 0 else ():
+        for file in self.files() if step > 0 else ():
             if file.step <= step:
                 file.path.unlink(missing_ok=True)
 
     def remove_after(self, step: int) -> None:
         """The files of later steps, and what a killed attempt was writing. Raises ``OSError``."""
-        for file in self._files():
+        for file in self.files():
             if file.step > step:
                 file.path.unlink(missing_ok=True)
         for path in self.path.glob(f"*{UNFINISHED}"):
@@ -57,22 +57,23 @@ class SampleFolder:
 
     def steps(self) -> list[int]:
         """That samples are kept of, in order."""
-        return sorted({file.step for file in self._files()})
+        return sorted({file.step for file in self.files()})
 
     def is_whole(self, step: int) -> bool:
         """Whether every rank has written what it keeps of ``step``."""
-        files = [file for file in self._files() if file.step == step]
+        files = [file for file in self.files() if file.step == step]
         return bool(files) and len(files) >= files[0].num_ranks
 
     def read(self, step: int) -> list[SampledGroup]:
         """The kept groups of ``step``, of all ranks, in the order of their prompts."""
         groups = []
-        for file in self._files():
+        for file in self.files():
             if file.step == step:
                 groups += read_compressed(file.path, decode) or []
         return sorted(groups, key=lambda group: group.position)
 
-    def _files(self) -> Iterator[StepFile]:
+    def files(self) -> Iterator[StepFile]:
+        """All that are there, in the order of their names."""
         if self.path.is_dir():
             for name in sorted(os.listdir(self.path)):
                 if found := _NAME.fullmatch(name):

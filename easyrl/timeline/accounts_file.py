@@ -131,13 +131,16 @@ def read_accounts(run_dir: Path) -> list[BatchAccount]:
 
 def _read(path: Path) -> list[BatchAccount]:
     """Without a line that a crash has cut."""
-    found = []
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            found.append(msgspec.json.decode(line, type=BatchAccount))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
-    return found
+    found = map(account_of_line, path.read_bytes().split(b"\n"))
+    return [account for account in found if account is not None]
+
+
+def account_of_line(line: bytes) -> BatchAccount | None:
+    """None: a crash has cut it."""
+    try:
+        return msgspec.json.decode(line, type=BatchAccount)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def _line(account: BatchAccount) -> bytes:

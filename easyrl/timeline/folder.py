@@ -43,7 +43,7 @@ class TimelineFolder:
 
     def remove_up_to(self, batch: int, rank: int) -> None:
         """The rank's files of ``batch`` and those before it. Raises ``OSError``."""
-        for file in self._files() if batch >= 0 else ():
+        for file in self.files() if batch >= 0 else ():
             if file.batch <= batch and file.rank == rank:
                 file.path.unlink(missing_ok=True)
 
@@ -52,7 +52,7 @@ class TimelineFolder:
 
         Raises ``OSError``.
         """
-        for file in self._files():
+        for file in self.files():
             if file.batch >= batch and file.rank == rank:
                 file.path.unlink(missing_ok=True)
         for path in self.path.glob(f"batch-*-rank{rank}.json.gz{UNFINISHED}"):
@@ -60,16 +60,17 @@ class TimelineFolder:
 
     def batches(self) -> list[int]:
         """That spans are kept of, in order."""
-        return sorted({file.batch for file in self._files()})
+        return sorted({file.batch for file in self.files()})
 
     def read(self, batch: int) -> list[BatchSpans]:
         """What each rank has kept of ``batch``, by rank."""
         found = [
-            read_compressed(file.path, _decode) for file in self._files() if file.batch == batch
+            read_compressed(file.path, _decode) for file in self.files() if file.batch == batch
         ]
         return sorted((spans for spans in found if spans is not None), key=lambda each: each.rank)
 
-    def _files(self) -> Iterator[BatchFile]:
+    def files(self) -> Iterator[BatchFile]:
+        """All that are there, in the order of their names."""
         if self.path.is_dir():
             for name in sorted(os.listdir(self.path)):
                 if found := _NAME.fullmatch(name):

@@ -65,6 +65,17 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return list(steps.values())
 
 
+def metrics_of_line(line: bytes) -> dict[str, float]:
+    """A line's metrics, its step among them. Raises ``ValueError`` if it is not as written."""
+    try:
+        metrics: dict[str, float] = orjson.loads(line)
+        if not isinstance(metrics["step"], int):
+            raise TypeError("step has to be a whole number")
+    except (TypeError, KeyError) as error:
+        raise ValueError(str(error)) from error
+    return metrics
+
+
 def _drop_after(path: Path, step: int, *, unevaluated: bool) -> None:
     """Leaves the lines up to ``step``; a kill or a full disk meanwhile loses none of them."""
 
@@ -96,10 +107,8 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, float]]]:
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     for number, line in enumerate(whole.split(b"\n") if whole else (), start=1):
         try:
-            metrics = orjson.loads(line)
-            if not isinstance(metrics["step"], int):
-                raise TypeError("step has to be a whole number")
-        except (ValueError, TypeError, KeyError) as error:
+            metrics = metrics_of_line(line)
+        except ValueError as error:
             logger.warning("%s: line %d is damaged and left out: %s", path, number, error)
             continue
         found.append((line + b"\n", metrics))
