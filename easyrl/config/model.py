@@ -27,11 +27,14 @@ class ModelConfig(Section):
     tokenizer: FilePath | None = None  # default: path
     dtype: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; gradients, masters and
     # moments are fp32 in either
-    attention: Literal["auto", "reference", "merged", "flex", "varlen", "npu", "own"] = "auto"  # of
-    # packed rows; auto: the fastest that the device has; own: the model's, on a padded batch, for
-    # models whose attention cannot be replaced (only with trainer.packing of none or auto)
-    fused_layers: Literal["auto", "liger", "npu", "none"] = "auto"  # of RMSNorm, rotary embedding
-    # and SwiGLU; auto: liger on CUDA, npu on Ascend, where they agree with the plain layers
+    attention: Literal["auto", "reference", "padded", "merged", "flex", "varlen", "npu", "own"] = (
+        "auto"  # of packed rows; auto: the fastest that the device has for a row; own: the model's,
+    )
+    # on a padded batch, for models whose attention cannot be replaced (only with trainer.packing of
+    # none or auto)
+    fused_layers: Literal["auto", "cpu", "liger", "npu", "none"] = "auto"  # of RMSNorm, rotary
+    # embedding and SwiGLU; auto: cpu (the first two) on a CPU, liger on CUDA, npu on Ascend, where
+    # they agree with the plain layers
     activation_checkpointing: Literal["auto", "none", "layer", "selective"] = "auto"  # what is
     # computed again in the backward pass: nothing, whole decoder layers, or all of them but matrix
     # products and attention; auto: selective in bf16, none in fp32

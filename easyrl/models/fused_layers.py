@@ -125,7 +125,8 @@ def _with_rotary(layers: CheckedLayers, forward: Any) -> FunctionType:
     plain = forward.__globals__[_ROTARY]
 
     def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if layers.backend_on(query.device) == "none":
+        turns_a_part = cos.shape[-1] != query.shape[-1]  # of each head, as GPT-NeoX
+        if turns_a_part or layers.backend_on(query.device) == "none":
             turned: tuple[Tensor, Tensor] = plain(query, key, cos, sin)
             return turned
         return layers.rotary(query, key, cos, sin)

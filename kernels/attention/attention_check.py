@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from easyrl.kernels.attention.attention_agreement import agreement_with_reference
+from easyrl.kernels.attention.padded_attention import suits
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.kernels.attention.shared_prompt_attention import BACKENDS, load_backend
 
@@ -91,7 +92,7 @@ class CheckedAttention:
         device, dtype = query.device, query.dtype
         names: tuple[str, ...] = (self.wanted,)
         if self.wanted == "auto":
-            names = backends_in_order(device, dtype, size, num_tokens)
+            names = backends_in_order(device, dtype, size, layout)
         shape, tiny = _shape(layout), num_tokens <= _TINY_ROW
         for name, next_best in zip(names, (*names[1:], None), strict=True):
             use = _Use(name, device.type, dtype, heads, key.shape[1], size, shape, tiny)
@@ -148,13 +149,15 @@ def _shape(layout: SegmentLayout) -> str:
 
 
 def backends_in_order(
-    device: torch.device, dtype: torch.dtype, head_size: int, num_tokens: int
+    device: torch.device, dtype: torch.dtype, head_size: int, layout: SegmentLayout
 ) -> tuple[str, ...]:
     """Best first, the last is the reference. Whether their packages are installed is not looked
     at; the one to use is the first that works. Tiny rows take the reference on every device."""
-    if num_tokens <= _TINY_ROW:
+    if layout.num_tokens <= _TINY_ROW:
         return (_REFERENCE,)
     own: tuple[str, ...] = ("npu",) * (device.type == "npu")
+    if device.type == "cpu" and suits(layout):
+        own = ("padded",)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _AMPERE:
         # Limits as the kernels state them; older GPUs lack the instructions of both.
         varlen = dtype in _HALF and head_size <= 256 and head_size % 8 == 0

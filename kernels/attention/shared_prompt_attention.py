@@ -2,8 +2,8 @@
 
 A token attends to all tokens of its segment's ancestors, to its own segment up to and including
 itself, and to nothing else. One signature, several backends in ``BACKENDS``; ``reference`` runs
-everywhere and is what the others are checked against, ``merged`` runs everywhere too, without the
-reference's dense mask.
+everywhere and is what the others are checked against, ``padded`` and ``merged`` run everywhere too,
+without the reference's dense mask.
 
 Shape legend: T tokens of the row, Hq query heads, Hkv key and value heads (Hq a multiple of it),
 D head size.
@@ -24,6 +24,7 @@ Backend = Callable[[Tensor, Tensor, Tensor, SegmentLayout, float], Tensor]
 # Where each lives: its module is imported when it is first asked for.
 BACKENDS = {
     "reference": "easyrl.kernels.attention.shared_prompt_attention:reference_attention",
+    "padded": "easyrl.kernels.attention.padded_attention:padded_attention",
     "merged": "easyrl.kernels.attention.merged_attention:merged_attention",
     "flex": "easyrl.kernels.attention.flex_attention:flex_attention_backend",
     "varlen": "easyrl.kernels.attention.varlen_attention:varlen_attention_backend",

@@ -20,14 +20,20 @@ from easyrl.kernels.layers import plain
 logger = logging.getLogger(__name__)
 
 BACKENDS = {
+    "cpu": "easyrl.kernels.layers.cpu_layers",
     "liger": "easyrl.kernels.layers.liger_layers",
     "npu": "easyrl.kernels.layers.npu_layers",
 }
-OF_DEVICE = {"cuda": "liger", "npu": "npu"}  # what auto takes
+OF_DEVICE = {"cpu": "cpu", "cuda": "liger", "npu": "npu"}  # what auto takes
 
 # Largest error of a vector in units of its size. A fused layer rounds its inputs and its result as
 # the plain one does, and less in between: two roundings of bf16 are 2^-7, and room for as much.
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 4e-3,
+    torch.bfloat16: 2e-2,
+}
 _MOST_TOKENS = 512  # of a check of rotary and SwiGLU, whose kernels treat all alike
 _MOST_ENTRIES = 2**23  # of a check of RMSNorm
 _MANY_ROWS = 2**15  # from here on Liger's RMSNorm of short rows is another kernel
@@ -54,12 +60,12 @@ class CheckedLayers:
     """RMSNorm, rotary embedding and SwiGLU by the backend that is wanted, each checked at its first
     use.
 
-    ``wanted``: ``"liger"`` or ``"npu"``; ``"none"`` for the plain ones; ``"auto"`` for liger on
-    CUDA and npu on Ascend. At the first use of a layer with some device type, dtype and size it is
-    compared with the plain one in higher precision, on the tensors of that call or a part of them,
-    forward and backward. One that is off, or raises, is not used again: ``auto`` warns once and
-    takes the plain one, a backend that was named raises ``RuntimeError``. One object belongs to one
-    model.
+    ``wanted``: ``"cpu"``, ``"liger"`` or ``"npu"``; ``"none"`` for the plain ones; ``"auto"`` for
+    what the device has: cpu, liger on CUDA, npu on Ascend. At the first use of a layer with some
+    device type, dtype and size it is compared with the plain one in higher precision, on the
+    tensors of that call or a part of them, forward and backward. One that is off, or raises, is not
+    used again: ``auto`` warns once and takes the plain one, a backend that was named raises
+    ``RuntimeError``. One object belongs to one model.
     """
 
     def __init__(self, wanted: str = "auto") -> None:

@@ -29,6 +29,8 @@ from tests.kernels.forests import FORESTS, random_forest, random_inputs
 SCALE = 0.3
 CPU = torch.device("cpu")
 GROUP = SegmentLayout([(0, 200, -1), *((200 + 40 * i, 40, 0) for i in range(3))])
+LONG_ROW = SegmentLayout([(0, 4096, -1)])
+SHORT = SegmentLayout([(0, 10, -1), *((10 + 20 * i, 20, 0) for i in range(30))])
 CANCELLING_OFFSET = 300.0
 
 
@@ -281,19 +283,21 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     half, cuda = torch.bfloat16, torch.device("cuda", 0)
     npu = cast(torch.device, types.SimpleNamespace(type="npu"))  # torch-npu makes the name known
     mps = torch.device("mps")
-    assert backends_in_order(CPU, torch.float32, 64, 4096) == ("merged", "reference")
-    assert backends_in_order(npu, half, 64, 4096) == ("npu", "merged", "reference")
-    assert backends_in_order(mps, half, 64, 4096) == ("merged", "reference")
+    assert backends_in_order(CPU, torch.float32, 64, LONG_ROW) == ("merged", "reference")
+    assert backends_in_order(CPU, torch.float32, 64, SHORT) == ("padded", "merged", "reference")
+    assert backends_in_order(mps, half, 64, SHORT) == ("merged", "reference")
+    assert backends_in_order(npu, half, 64, LONG_ROW) == ("npu", "merged", "reference")
+    assert backends_in_order(mps, half, 64, LONG_ROW) == ("merged", "reference")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert backends_in_order(cuda, half, 128, 4096) == ("varlen", "flex", "merged", "reference")
-    assert backends_in_order(cuda, torch.float32, 128, 4096) == ("flex", "merged", "reference")
-    assert backends_in_order(cuda, half, 100, 4096) == ("flex", "merged", "reference")
-    assert backends_in_order(cuda, torch.float64, 64, 4096) == ("merged", "reference")
+    assert backends_in_order(cuda, half, 128, LONG_ROW) == ("varlen", "flex", "merged", "reference")
+    assert backends_in_order(cuda, torch.float32, 128, LONG_ROW) == ("flex", "merged", "reference")
+    assert backends_in_order(cuda, half, 100, LONG_ROW) == ("flex", "merged", "reference")
+    assert backends_in_order(cuda, torch.float64, 64, LONG_ROW) == ("merged", "reference")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert backends_in_order(cuda, half, 128, 4096) == ("merged", "reference")
+    assert backends_in_order(cuda, half, 128, LONG_ROW) == ("merged", "reference")
     for device in (CPU, npu, mps, cuda):
-        assert backends_in_order(device, half, 64, 256) == ("reference",)
-        assert len(backends_in_order(device, half, 64, 257)) > 1
+        assert backends_in_order(device, half, 64, SegmentLayout([(0, 256, -1)])) == ("reference",)
+        assert len(backends_in_order(device, half, 64, SegmentLayout([(0, 257, -1)]))) > 1
 
 
 def only_first_child_sees_its_parent(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from easyrl.kernels.layers import npu_layers, plain
+from easyrl.kernels.layers import cpu_layers, npu_layers, plain
 from easyrl.kernels.layers.layer_check import CheckedLayers
 from tests.kernels.counted_layers import LAYERS, counted_backend
 from tests.kernels.layer_tensors import assert_exact, inputs, others
@@ -26,6 +26,26 @@ from tests.kernels.torch_npu_declarations import torch_npu_declarations
 @pytest.mark.parametrize("layer", LAYERS)
 def test_plain_layers_are_exact(layer: str, dtype: torch.dtype) -> None:
     assert_exact(layer, getattr(plain, layer), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_of_a_cpu_are_exact(layer: str, dtype: torch.dtype) -> None:
+    assert_exact(layer, getattr(cpu_layers, layer), dtype)
+
+
+def test_a_rotation_of_unequal_halves_has_its_own_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 4, 9, 6), (1, 2, 9, 6), (1, 9, 6), (1, 9, 6)]
+    query, key, cos, sin = (torch.randn(s, generator=generator).double() for s in shapes)
+    assert torch.autograd.gradcheck(
+        lambda q, k: cpu_layers.rotary(q, k, cos, sin),
+        (query.requires_grad_(), key.requires_grad_()),
+    )
+    for got, expected in zip(
+        cpu_layers.rotary(query, key, cos, sin), plain.rotary(query, key, cos, sin), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
 
 
 # ---- the check at first use ----------------------------------------------------------------------
@@ -165,7 +185,9 @@ def test_without_the_packages_the_error_says_what_to_do(monkeypatch: pytest.Monk
 
 
 def test_another_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="model.fused_layers is 'apex'.* auto, liger, npu, none"):
+    with pytest.raises(
+        ValueError, match="model.fused_layers is 'apex'.* auto, cpu, liger, npu, none"
+    ):
         CheckedLayers("apex")
 
 

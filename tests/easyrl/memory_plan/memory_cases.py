@@ -45,7 +45,7 @@ def save_models(folder: Path) -> None:
 def config(folder: Path, **sections: dict[str, Any]) -> Config:
     """Of the model at ``folder``, with values of sections over those that all have."""
     tree: dict[str, dict[str, Any]] = {
-        "model": {"path": str(folder), "attention": "merged"},
+        "model": {"path": str(folder), "attention": "merged", "fused_layers": "none"},
         "data": {"files": [str(folder / "prompts.jsonl")], "max_prompt_tokens": PROMPT},
         "rollout": {"max_tokens": 120},
         "inference": {"endpoints": ["http://127.0.0.1:1"]},

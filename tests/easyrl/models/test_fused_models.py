@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from easyrl.config import ModelConfig
-from easyrl.kernels.layers import plain
+from easyrl.kernels.layers import layer_check, plain
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import PolicyModel, run_micro_batch
 from tests.easyrl.models.test_policy_model import pack
@@ -73,10 +73,22 @@ def test_without_a_backend_for_the_device_the_models_own_run(
 ) -> None:
     save_tiny_model(tmp_path, family)
     expected = results(load(tmp_path, fused_layers="none"))
+    monkeypatch.delitem(layer_check.OF_DEVICE, "cpu")
     for layer in LAYERS:
         monkeypatch.setattr(plain, layer, None)  # nothing of ours is called
     got = results(load(tmp_path, fused_layers="auto"))
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_those_of_a_cpu_are_the_models_own(family: Family, tmp_path: Path) -> None:
+    """Up to rounding, in what is told and in each gradient."""
+    save_tiny_model(tmp_path, family)
+    expected = results(load(tmp_path, fused_layers="none"))
+    got = results(load(tmp_path, fused_layers="cpu"))
+    assert not all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    for own, right in zip(got, expected, strict=True):
+        torch.testing.assert_close(own, right, rtol=1e-4, atol=1e-5 * float(right.abs().max()))
 
 
 def test_another_model_of_the_process_keeps_its_own(tmp_path: Path, calls: list[str]) -> None:

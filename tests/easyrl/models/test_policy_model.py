@@ -198,7 +198,8 @@ def test_positions_matter(tmp_path: Path) -> None:
     row.position_ids.copy_(torch.arange(row.num_tokens))
     moved, _ = run_micro_batch(policy, row, TEMPERATURE)
     expected, _ = separate_run(plain)
-    assert (logprobs - expected).abs().max() < 1e-6 < 1e-2 < (moved - expected).abs().max()
+    # the model's own norms round to float32 in between
+    assert (logprobs - expected).abs().max() < 1e-5 < 1e-2 < (moved - expected).abs().max()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
