@@ -21,7 +21,7 @@ from tests.easyrl.engines.engine_cases import AGGREGATIONS, prepare, relative_er
 from tests.easyrl.engines.update_cases import dense_updates, learning_rate
 
 ROOT = Path(__file__).parents[3]
-LAUNCH_TIMEOUT_S = 280
+LAUNCH_TIMEOUT_S = 600
 STAGES = ("0", "1", "2", "3")
 ALONE, PAIR = (1, False), (2, False)
 
