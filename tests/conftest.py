@@ -46,7 +46,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A fixture may launch five engines, each minutes on a busy machine; a launch has its own end."""
+    """A fixture may launch five engines, minutes each on a busy machine; a launch has its end."""
     for item in items:
         if item.get_closest_marker("runs") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(900))
