@@ -48,7 +48,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A fixture may launch five engines, minutes each on a busy machine; a launch has its end."""
     for item in items:
-        if item.get_closest_marker("runs") and item.get_closest_marker("timeout") is None:
+        takes_long = item.get_closest_marker("runs") or item.get_closest_marker("slow")
+        if takes_long and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(900))
 
 

@@ -49,7 +49,7 @@ def test_what_is_over_its_limit_is_told(wrong: dict[str, Any]) -> None:
     assert len(problems(GOOD | wrong)) == 1
 
 
-@pytest.mark.runs
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [TWO_PROCESSES, FOUR_PROCESSES],
@@ -85,14 +85,8 @@ def compare(tmp_path: Path, names: list[str]) -> None:
     assert all(row["groups_per_row"] > 1 and row["updates"] == 2 for row in rows)
 
 
-# two of them in CI: each starts a launch of its own
-MARKED = [
-    pytest.param(trap, marks=pytest.mark.runs if number < 2 else pytest.mark.slow)
-    for number, trap in enumerate(TRAPS)
-]
-
-
-@pytest.mark.parametrize("trap", MARKED)
+@pytest.mark.slow
+@pytest.mark.parametrize("trap", TRAPS)
 def test_a_planted_mistake_is_found(tmp_path: Path, trap: str) -> None:
     command = [sys.executable, "-m", "benchmarks.layouts", "--break", trap, "--out", str(tmp_path)]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

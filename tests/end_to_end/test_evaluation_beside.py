@@ -19,7 +19,7 @@ from tests.end_to_end.trainer_run import run_to_end, run_trainer, start_trainer
 from tests.golden.whole_run import NUM_BATCHES, PROMPT_TOKENS, Inputs, servers, strict_command
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.runs
+pytestmark = pytest.mark.slow
 
 FIGURES = ("eval/accuracy", "eval/pass@1", "eval/pass@4", "eval/excluded")
 NUM_HELD_OUT, NUM_SAMPLES, HELD_OUT_TOKENS = 24, 4, PROMPT_TOKENS + 1

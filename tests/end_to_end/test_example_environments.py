@@ -29,7 +29,7 @@ from easyrl.metrics.trackers import read_metrics
 from easyrl.schema import Completion
 from tests.end_to_end.trainer_run import ROOT, run_to_end, run_trainer
 
-pytestmark = pytest.mark.runs
+pytestmark = pytest.mark.slow
 
 STEPS = 3
 MAX_MODEL_LEN = 2048

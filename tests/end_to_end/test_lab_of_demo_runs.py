@@ -21,7 +21,7 @@ from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 from easyrl.metrics.trackers import read_metrics
 from tests.end_to_end.trainer_run import ROOT, run_trainer, trainer_environment
 
-pytestmark = pytest.mark.runs
+pytestmark = pytest.mark.slow
 STEPS = 4  # of two updates in two batches
 CLIP = "recipe.clip_eps_high=0.001"
 RUNS = {

@@ -18,7 +18,7 @@ from easyrl.metrics.trackers import read_metrics
 from tests.end_to_end.trainer_run import ROOT, run_to_end, run_trainer, trainer_command
 from tests.end_to_end.trainer_run import trainer_environment as environment
 
-pytestmark = pytest.mark.runs
+pytestmark = pytest.mark.slow
 
 BATCH, NUM_PROMPTS, PROMPT_TOKENS = 4, 16, 12
 SERVER = ["--num-threads", "1", "--max-model-len", "160", "--batch-invariant"]
