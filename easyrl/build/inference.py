@@ -193,10 +193,16 @@ class Inference:
             num_generations=num_generations,
             busy=busy,
         )
+        of_episodes = EpisodeScorer(
+            truncated_reward,
+            on_failure={each.name: each.on_failure for each in config.environments},
+            groups_per_batch=max(groups_per_batch, 1),
+            num_generations=num_generations,
+        )
         return RolloutGenerator(
             self.thread,
             begin_group,
-            scorer if self.episodes is None else EpisodeScorer(truncated_reward),
+            scorer if self.episodes is None else of_episodes,
             num_generations=num_generations,
             queue_size=config.rollout.queue_size,
             excluded_by={

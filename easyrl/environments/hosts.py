@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from easyrl.config import EnvironmentConfig, HistoryMode
+from easyrl.config import EnvironmentConfig, HistoryMode, OnFailure
 from easyrl.environments.failures import EnvironmentFailed, HostDied, RolloutHung
 from easyrl.environments.host_process import HostProcess, Outcome, Rollout
 from easyrl.runtime.process_guard import ProcessGuard
@@ -62,6 +62,10 @@ class EnvironmentHosts:
     @property
     def history(self) -> HistoryMode:
         return self.environment.history
+
+    @property
+    def on_failure(self) -> OnFailure:
+        return self.environment.on_failure
 
     async def start(self) -> None:
         """Starts the hosts and returns when the environment is loaded in each.

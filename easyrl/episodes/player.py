@@ -12,13 +12,13 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from easyrl.config import HistoryMode, SamplingConfig
+from easyrl.config import HistoryMode, OnFailure, SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed, HostDied
 from easyrl.episodes.session import Generate, Session, SessionLost
 from easyrl.episodes.times import EpisodeTimes, ToolCall, tell_spans
-from easyrl.episodes.turns import TurnRecord, continued, episode_completion
+from easyrl.episodes.turns import TurnRecord, continued, episode_completion, failed_at_once
 from easyrl.metrics.event_log import Record, ignore
-from easyrl.schema import Completion, JournalledTurn, Prompt
+from easyrl.schema import Completion, JournalledTurn, Prompt, RewardError
 from easyrl.timeline.spans import AddSpan, ignore_span
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ MAX_STARTS = 3  # of an episode whose host dies; likewise of one whose gateway d
 
 
 class EpisodeFailed(RuntimeError):
-    """An episode has no turn that could be trained; its group is excluded."""
+    """There is no turn to be trained of an episode, or of any of a group, which is excluded."""
 
 
 class Outcome(Protocol):
@@ -59,6 +59,8 @@ class Environment(Protocol):
     def max_turns(self) -> int: ...
     @property
     def history(self) -> HistoryMode: ...
+    @property
+    def on_failure(self) -> OnFailure: ...
 
     async def run(
         self,
@@ -105,10 +107,11 @@ class EpisodePlayer:
         generate: Generate,
         on_turn: OnTurn = ignore_turn,
     ) -> Completion:
-        """The episode of sample ``number``. Raises what ``generate`` does, ``EpisodeFailed``.
+        """The episode of sample ``number``; one that failed has a ``failure`` and no reward.
 
-        A rollout that fails behind its first turn is an episode with a ``failure`` and no reward.
-        ``on_turn`` is told of each turn before its answer goes out.
+        ``on_turn`` is told of each turn before its answer goes out. Raises what ``generate`` does;
+        of a rollout that fails ``RewardError`` where its environment's ``on_failure`` is ``fail``,
+        and ``EpisodeFailed`` where it is ``zero`` and there is no turn to be trained with that.
         """
         environment = self.environments[self.choose(prompt)]
         why = ""
@@ -127,7 +130,8 @@ class EpisodePlayer:
             try:
                 # at last alone: the others that it has died with may have been the reason
                 alone = num_ends[HostDied] == MAX_STARTS - 1
-                return await self._timed(environment, session, number, alone=alone)
+                made = await self._timed(environment, session, number, alone=alone)
+                return _heeded(made, environment, prompt, number)
             except (SessionLost, HostDied) as error:
                 why = str(error)
                 num_ends[type(error)] += 1
@@ -140,7 +144,9 @@ class EpisodePlayer:
                     problem=why,
                 )
                 log.warning("%s; an episode of %s starts again", why, environment.name)
-        raise EpisodeFailed(f"environment {environment.name}: {MAX_STARTS} times: {why}")
+        failure = f"environment {environment.name}: {MAX_STARTS} times: {why}"
+        made = failed_at_once(environment.name, failure)
+        return _heeded(made, environment, prompt, number)
 
     async def _timed(
         self, environment: Environment, session: Session, number: int, *, alone: bool
@@ -202,13 +208,17 @@ class EpisodePlayer:
             raise
         except EnvironmentFailed as error:
             if not records:
-                raise EpisodeFailed(str(error)) from error
+                return failed_at_once(environment.name, str(error))
             return episode_completion(records, environment.name, 0.0, failure=str(error))
         if not records:
-            raise EpisodeFailed(f"environment {environment.name}: it asked the model for nothing")
+            failure = f"environment {environment.name}: it asked the model for nothing"
+            return failed_at_once(environment.name, failure)
         given = tuple(float(reward) for reward in outcome.turn_rewards)
         if len(given) not in (0, len(records)):
-            failure = f"it gave {len(given)} turn rewards for {len(records)} turns"
+            failure = (
+                f"environment {environment.name}: it gave {len(given)} turn rewards for "
+                f"{len(records)} turns"
+            )
             return episode_completion(records, environment.name, 0.0, failure=failure)
         return episode_completion(
             records,
@@ -217,6 +227,24 @@ class EpisodePlayer:
             components=dict(outcome.components),
             turn_rewards=given,
         )
+
+
+def _heeded(made: Completion, environment: Environment, prompt: Prompt, sample: int) -> Completion:
+    """``made``, unless it failed and its environment's ``on_failure`` has that raise."""
+    assert made.episode is not None
+    failure, mode = made.episode.failure, environment.on_failure
+    if failure is None or mode == "mask":
+        return made
+    if mode == "fail":
+        at = f" ({prompt.location})" if prompt.location else ""
+        raise RewardError(
+            f"a rollout failed on prompt {prompt.index} of epoch {prompt.epoch}{at}, sample "
+            f"{sample}: {failure}; correct it (environments[].on_failure=mask leaves such samples "
+            "out, =zero gives them reward 0)"
+        )
+    if not made.episode.turns:
+        raise EpisodeFailed(failure)
+    return made
 
 
 def _tell(

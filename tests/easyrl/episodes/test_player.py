@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from easyrl.config import HistoryMode, SamplingConfig
+from easyrl.completion_check import completion_problem
+from easyrl.config import HistoryMode, OnFailure, SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed, HostDied, RolloutHung
 from easyrl.episodes.player import (
     MAX_STARTS,
@@ -17,8 +18,9 @@ from easyrl.episodes.player import (
 )
 from easyrl.episodes.scorer import EpisodeScorer
 from easyrl.episodes.session import Session, SessionLost
+from easyrl.episodes.turns import failed_at_once
 from easyrl.inference_client.errors import Outage
-from easyrl.schema import Completion, Prompt
+from easyrl.schema import Completion, Prompt, RewardError
 from tests.easyrl.episodes.parts import IDS, Endpoint, Environment, OpenGateway, Rollout, Said
 
 PROMPT = Prompt(3, IDS, "q", None)
@@ -32,9 +34,10 @@ async def two_turns(session: Session, prompt: Prompt) -> Said:
     return Said(0.75, {"moves": 2.0})
 
 
-def player(rollout: Rollout, **settings: Any) -> EpisodePlayer:
+def player(rollout: Rollout, *, on_failure: OnFailure = "mask", **settings: Any) -> EpisodePlayer:
     gateway = OpenGateway()
-    return EpisodePlayer(gateway, [Environment(gateway, rollout)], lambda prompt: 0, **settings)
+    environment = Environment(gateway, rollout, on_failure=on_failure)
+    return EpisodePlayer(gateway, [environment], lambda prompt: 0, **settings)
 
 
 async def play(of: EpisodePlayer, endpoint: Endpoint) -> Completion:
@@ -92,8 +95,9 @@ async def test_one_that_dies_again_and_again_is_given_up():
         raise SessionLost("its host has ended: SIGSEGV")
 
     of = player(dies)
-    with pytest.raises(EpisodeFailed, match=f"environment game: {MAX_STARTS} times: .*SIGSEGV"):
-        await play(of, Endpoint())
+    made = await play(of, Endpoint())
+    assert made.episode is not None and made.episode.turns == () and len(made.token_ids) == 0
+    assert f"environment game: {MAX_STARTS} times: its host" in str(made.episode.failure)
     (environment,) = of.environments
     assert isinstance(environment, Environment)
     assert environment.alone == [False] * MAX_STARTS  # in hosts that have not died
@@ -122,8 +126,12 @@ async def test_own_code_that_fails_behind_a_turn_scores_nothing():
 
     made = await play(player(fails), Endpoint())
     assert made.episode is not None and "game.py:7" in str(made.episode.failure)
+    assert completion_problem(made) is None
     score = await EpisodeScorer().score_sample(PROMPT, made)
-    assert (score.reward, score.failed) == (0.0, True)
+    assert (score.reward, score.failed, score.masked) == (0.0, True, True)
+    zero = EpisodeScorer(on_failure={"game": "zero"})
+    score = await zero.score_sample(PROMPT, made)
+    assert (score.reward, score.failed, score.masked) == (0.0, True, False)
 
 
 @pytest.mark.parametrize("raises", [True, False])
@@ -133,8 +141,69 @@ async def test_without_a_turn_there_is_nothing_to_train(raises: bool):
             raise RolloutHung("game", "no request for 3 s")
         return Said(1.0)
 
-    with pytest.raises(EpisodeFailed, match="no request for 3 s" if raises else "for nothing"):
-        await play(player(silent), Endpoint())
+    problem = "no request for 3 s" if raises else "for nothing"
+    made = await play(player(silent), Endpoint())
+    assert made.episode is not None and problem in str(made.episode.failure)
+    assert completion_problem(made) is None and len(made.token_ids) == 0
+    with pytest.raises(EpisodeFailed, match=problem):  # reward 0 has no token to be trained with
+        await play(player(silent, on_failure="zero"), Endpoint())
+
+
+@pytest.mark.parametrize("num_turns", [0, 1])
+async def test_a_failure_ends_the_run_where_it_is_to(num_turns: int):
+    async def fails(session: Session, prompt: Prompt) -> Said:
+        for _ in range(num_turns):
+            await session.turn(IDS)
+        raise EnvironmentFailed("game", "KeyError: 'board'", "game.py:7")
+
+    with pytest.raises(RewardError) as caught:
+        await play(player(fails, on_failure="fail"), Endpoint())
+    said = str(caught.value)
+    assert "prompt 3 of epoch 0, sample 1: environment game: game.py:7: KeyError" in said
+    assert "environments[].on_failure=mask" in said
+
+
+async def test_a_group_without_any_turn_is_excluded():
+    failed = failed_at_once("game", "KeyError")
+    scorer = EpisodeScorer()
+    scores = [await scorer.score_sample(PROMPT, failed) for _ in range(2)]
+    with pytest.raises(EpisodeFailed, match="KeyError"):
+        await scorer.score_group(PROMPT, [failed, failed], scores)
+    made = await play(player(two_turns), Endpoint())
+    scores = [scores[0], await scorer.score_sample(PROMPT, made)]
+    masked, other = await scorer.score_group(PROMPT, [failed, made], scores)
+    assert masked.masked and (other.reward, other.masked) == (0.75, False)
+
+
+def failing_scorer(**settings: Any) -> EpisodeScorer:
+    return EpisodeScorer(groups_per_batch=3, num_generations=2, **settings)
+
+
+@pytest.mark.parametrize("mode", ["mask", "zero"])
+async def test_a_batch_of_failures_alone_ends_the_run(mode: OnFailure):
+    failed, made = failed_at_once("game", "KeyError"), await play(player(two_turns), Endpoint())
+    scorer = failing_scorer(on_failure={"game": mode})
+    for completion in [*[failed] * 5, made, *[failed] * 5]:
+        await scorer.score_sample(PROMPT, completion)
+    with pytest.raises(RewardError) as caught:
+        await scorer.score_sample(PROMPT, failed)
+    said = str(caught.value)
+    assert said.startswith("environments: all 6 rollouts of game in a row failed")
+    assert f"on_failure={mode}" in said and "KeyError; correct it" in said
+
+
+async def test_an_environment_whose_rollouts_all_fail_over_a_batch_ends_the_run():
+    failed, made = failed_at_once("maze", "KeyError"), await play(player(two_turns), Endpoint())
+    scorer = failing_scorer()
+    for completion in [made, failed, made, failed, made, failed]:
+        await scorer.score_sample(PROMPT, completion)
+    with pytest.raises(RewardError, match="all 4 rollouts of maze in a row failed"):
+        await scorer.score_sample(PROMPT, failed)  # six of both since its first
+    few = failing_scorer()
+    for completion in [failed, *[made] * 40, failed, failed]:
+        await few.score_sample(PROMPT, completion)
+    with pytest.raises(RewardError, match="all 4 rollouts of maze"):  # two groups' at least
+        await few.score_sample(PROMPT, failed)
 
 
 async def test_turn_rewards_have_to_be_as_many_as_turns():
@@ -144,7 +213,7 @@ async def test_turn_rewards_have_to_be_as_many_as_turns():
 
     made = await play(player(wrong), Endpoint())
     assert made.episode is not None
-    assert made.episode.failure == "it gave 2 turn rewards for 1 turns"
+    assert made.episode.failure == "environment game: it gave 2 turn rewards for 1 turns"
 
     async def right(session: Session, prompt: Prompt) -> Said:
         await session.turn(IDS)
