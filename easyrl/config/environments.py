@@ -54,6 +54,8 @@ class EnvironmentConfig(Section):
     num_hosts: PositiveInt = 1  # processes, of each rank
     start_timeout_s: PositiveFloat = 600.0  # for a process to load it
     idle_timeout_s: PositiveFloat = 300.0  # a rollout without a request for so long has hung
+    max_rollouts: PositiveInt | None = None  # open at a time, of all ranks; default: as many as an
+    # OpenEnv server says that it serves, else twice what the endpoints may have in flight
     max_turns: PositiveInt = 16  # requests of a rollout; tools and openenv end behind the last, as
     # at the context's end, others are refused the next: 400, code max_turns_exceeded
     on_failure: OnFailure = (

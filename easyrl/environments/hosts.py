@@ -56,6 +56,15 @@ class EnvironmentHosts:
         return self.environment.name
 
     @property
+    def max_rollouts(self) -> int | None:
+        """That may be open at a time, of all ranks, by the configuration or by what hosts have
+        found; None: nobody says."""
+        if self.environment.max_rollouts is not None:
+            return self.environment.max_rollouts
+        said = [host.max_rollouts for host in self._hosts if host.max_rollouts is not None]
+        return min(said, default=None)
+
+    @property
     def max_turns(self) -> int:
         return self.environment.max_turns
 

@@ -13,7 +13,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from easyrl.config import HistoryMode, OnFailure, SamplingConfig
-from easyrl.environments.failures import EnvironmentFailed, HostDied
+from easyrl.environments.failures import EnvironmentFailed, EnvironmentUnreachable, HostDied
+from easyrl.episodes.outages import EnvironmentOutages
+from easyrl.episodes.rooms import Members, Order, RolloutRoom
 from easyrl.episodes.session import Generate, Session, SessionLost
 from easyrl.episodes.times import EpisodeTimes, ToolCall, tell_spans
 from easyrl.episodes.turns import TurnRecord, continued, episode_completion, failed_at_once
@@ -95,8 +97,22 @@ class EpisodePlayer:
     applies_stop_strings: Callable[[], bool] = lambda: True  # all endpoints, now
     record: Record = ignore
     span: AddSpan = ignore_span  # told of each episode, by its environment's name
+    # what cannot be reached before an episode's first turn
+    outages: EnvironmentOutages = field(default_factory=EnvironmentOutages)
+    # of each environment, how many are open at a time; default: as many as are asked for
+    rooms: Sequence[RolloutRoom] = ()
     num_restarts: int = field(default=0, init=False)
     times: EpisodeTimes = field(default_factory=EpisodeTimes, init=False)
+
+    def __post_init__(self) -> None:
+        self.rooms = self.rooms or [RolloutRoom() for _ in self.environments]
+
+    def group(
+        self, prompt: Prompt, num_members: int, order: Order
+    ) -> AbstractAsyncContextManager[Members]:
+        """The turn of a group: entered when one of its episodes at least may be played; inside,
+        each is to be played in a ``Members.place``."""
+        return self.rooms[self.choose(prompt)].group(num_members, order)
 
     async def play(
         self,
@@ -106,15 +122,18 @@ class EpisodePlayer:
         seed: int,
         generate: Generate,
         on_turn: OnTurn = ignore_turn,
+        on_wait: Callable[[], object] = lambda: None,
     ) -> Completion:
         """The episode of sample ``number``; one that failed has a ``failure`` and no reward.
 
-        ``on_turn`` is told of each turn before its answer goes out. Raises what ``generate`` does;
+        ``on_turn`` is told of each turn before its answer goes out, ``on_wait`` where the first one
+        has to wait for the environment. Raises what ``generate`` does;
         of a rollout that fails ``RewardError`` where its environment's ``on_failure`` is ``fail``,
-        and ``EpisodeFailed`` where it is ``zero`` and there is no turn to be trained with that.
+        and ``EpisodeFailed`` where it is ``zero`` and there is no turn to be trained with that;
+        ``Outage`` where its environment could not be reached for too long.
         """
         environment = self.environments[self.choose(prompt)]
-        why = ""
+        why, waiting = "", self.outages.waiting()
         num_ends = Counter[type[Exception]]()  # of processes that it needs, by what they are
         while max(num_ends.values(), default=0) < MAX_STARTS:
             session = Session(
@@ -126,12 +145,17 @@ class EpisodePlayer:
                 max_turns=environment.max_turns,
                 history=environment.history,
             )
-            session.on_turn = partial(_tell, on_turn, session, number, environment.name)
+            session.on_turn = partial(self._tell, on_turn, session, number, environment.name)
             try:
                 # at last alone: the others that it has died with may have been the reason
                 alone = num_ends[HostDied] == MAX_STARTS - 1
                 made = await self._timed(environment, session, number, alone=alone)
                 return _heeded(made, environment, prompt, number)
+            except EnvironmentUnreachable as error:
+                on_wait()
+                if not await waiting.pause(error):
+                    made = failed_at_once(environment.name, str(error))
+                    return _heeded(made, environment, prompt, number)
             except (SessionLost, HostDied) as error:
                 why = str(error)
                 num_ends[type(error)] += 1
@@ -207,6 +231,8 @@ class EpisodePlayer:
         except HostDied:
             raise
         except EnvironmentFailed as error:
+            if not records and isinstance(error, EnvironmentUnreachable):
+                raise  # it is nothing of the prompt's
             if not records:
                 return failed_at_once(environment.name, str(error))
             return episode_completion(records, environment.name, 0.0, failure=str(error))
@@ -228,6 +254,30 @@ class EpisodePlayer:
             turn_rewards=given,
         )
 
+    def _tell(
+        self,
+        on_turn: OnTurn,
+        session: Session,
+        sample: int,
+        environment: str,
+        records: Sequence[TurnRecord],
+    ) -> None:
+        """Tells of the newest of ``records``."""
+        self.outages.reached(environment)
+        *earlier, turn = records
+        parent, known = continued(turn.prompt_ids, earlier)
+        on_turn(
+            JournalledTurn(
+                session.prompt.key,
+                sample,
+                session.id,
+                environment,
+                parent,
+                turn.prompt_ids[known:],
+                turn.completion,
+            )
+        )
+
 
 def _heeded(made: Completion, environment: Environment, prompt: Prompt, sample: int) -> Completion:
     """``made``, unless it failed and its environment's ``on_failure`` has that raise."""
@@ -245,26 +295,3 @@ def _heeded(made: Completion, environment: Environment, prompt: Prompt, sample: 
     if not made.episode.turns:
         raise EpisodeFailed(failure)
     return made
-
-
-def _tell(
-    on_turn: OnTurn,
-    session: Session,
-    sample: int,
-    environment: str,
-    records: Sequence[TurnRecord],
-) -> None:
-    """Tells of the newest of ``records``."""
-    *earlier, turn = records
-    parent, known = continued(turn.prompt_ids, earlier)
-    on_turn(
-        JournalledTurn(
-            session.prompt.key,
-            sample,
-            session.id,
-            environment,
-            parent,
-            turn.prompt_ids[known:],
-            turn.completion,
-        )
-    )

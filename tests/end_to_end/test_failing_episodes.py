@@ -88,7 +88,8 @@ def test_what_fails_is_not_trained(served: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["mask", "fail"])
 def test_a_run_of_failures_alone_ends(served: Any, tmp_path: Path, mode: str) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", 40, 6)
-    fails = ROLLOUT.replace("prompt.seed // 7 % 3 == 1", "True").replace("prompt.seed // 7 % 3 == 0", "False")
+    draw = "prompt.seed // 7 % 3"
+    fails = ROLLOUT.replace(f"{draw} == 1", "True").replace(f"{draw} == 0", "False")
     own = options(tmp_path, fails, on_failure=mode)
     command = trainer_command(tmp_path / "run", served.model, prompts, [served.url], *own)
     ended = subprocess.run(command, capture_output=True, text=True)

@@ -14,6 +14,8 @@ from easyrl.environments.tools import Tools, tool_episode
 class ToolLoop:
     """The tools of all sources, and the rewards of the last message."""
 
+    max_rollouts: int | None = None  # open at a time; it does not say
+
     def __init__(self, settings: dict[str, Any]) -> None:
         config = EnvironmentConfig.model_validate(settings)
         self._config, self._connections = config, Connections()

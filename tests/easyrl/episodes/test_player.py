@@ -10,7 +10,13 @@ import pytest
 
 from easyrl.completion_check import completion_problem
 from easyrl.config import HistoryMode, OnFailure, SamplingConfig
-from easyrl.environments.failures import EnvironmentFailed, HostDied, RolloutHung
+from easyrl.environments.failures import (
+    EnvironmentFailed,
+    EnvironmentUnreachable,
+    HostDied,
+    RolloutHung,
+)
+from easyrl.episodes.outages import EnvironmentOutages
 from easyrl.episodes.player import (
     MAX_STARTS,
     EpisodeFailed,
@@ -173,6 +179,57 @@ async def test_a_group_without_any_turn_is_excluded():
     scores = [scores[0], await scorer.score_sample(PROMPT, made)]
     masked, other = await scorer.score_group(PROMPT, [failed, made], scores)
     assert masked.masked and (other.reward, other.masked) == (0.75, False)
+
+
+def unreachable() -> EnvironmentUnreachable:
+    return EnvironmentUnreachable("game", "ConnectionRefusedError: [Errno 111]", "game.py:7")
+
+
+async def test_what_cannot_be_reached_is_tried_again():
+    events: list[str] = []
+    missing = [unreachable(), unreachable()]
+
+    async def flaky(session: Session, prompt: Prompt) -> Said:
+        if missing:
+            raise missing.pop()
+        assert of.outages.any
+        return await two_turns(session, prompt)
+
+    record = lambda kind, **values: events.append(kind)  # noqa: E731
+    outages = EnvironmentOutages(60.0, first_pause_s=0.01, record=record)
+    of = player(flaky, outages=outages)
+    made = await play(of, Endpoint())
+    assert made.episode is not None and made.episode.failure is None
+    assert events == ["environment_unreachable", "environment_reached"] and not outages.any
+
+
+async def test_an_environment_that_stays_away_is_an_outage():
+    async def away(session: Session, prompt: Prompt) -> Said:
+        raise unreachable()
+
+    of = player(away, on_failure="fail", outages=EnvironmentOutages(0.2, first_pause_s=0.01))
+    with pytest.raises(Outage, match=r"game.py:7: ConnectionRefused.*\nfor 0.2 s \(inference"):
+        await asyncio.wait_for(play(of, Endpoint()), 10)
+
+
+async def test_a_rollout_that_alone_cannot_connect_has_failed():
+    async def away(session: Session, prompt: Prompt) -> Said:
+        of.outages.reached("game")  # by others
+        raise unreachable()
+
+    of = player(away, outages=EnvironmentOutages(0.1, first_pause_s=0.01))
+    made = await asyncio.wait_for(play(of, Endpoint()), 10)
+    assert made.episode is not None and "ConnectionRefused" in str(made.episode.failure)
+
+
+async def test_a_connection_that_is_lost_behind_a_turn_is_a_failure():
+    async def loses(session: Session, prompt: Prompt) -> Said:
+        await session.turn(IDS)
+        raise unreachable()
+
+    made = await asyncio.wait_for(play(player(loses), Endpoint()), 10)
+    assert made.episode is not None and made.episode.failure is not None
+    assert len(made.episode.turns) == 1
 
 
 def failing_scorer(**settings: Any) -> EpisodeScorer:
