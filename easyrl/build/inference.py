@@ -79,7 +79,7 @@ class Inference:
 
     def episode_metrics(self) -> dict[str, float]:
         """Of the episodes that have ended since the last call; from any thread."""
-        return {} if self.episodes is None else self.episodes.times.taken()
+        return {} if self.episodes is None else self.episodes.metrics()
 
     def rollouts(self) -> RolloutGenerator:
         """A producer of training groups."""

@@ -12,7 +12,8 @@ Python's own; once that is answered by ``ready``: ``{"type": "start", "id", "bas
 "reward", "components", "turn_rewards"}``, ``{"type": "failed", "id", "error", "where", "traceback",
 "unreachable"}`` and ``{"type": "cancelled", "id"}``, each with ``"tool_calls"``, the first
 ``MOST_TOOL_CALLS``: name, start and end in seconds of ``time.monotonic``, which the machine's
-processes share, and whether it was an error; ``beat`` each second that the event loop is alive;
+processes share, and whether it was an error; ``{"type": "beat", "hung_threads"}`` each second that
+the event loop is alive;
 ``{"type": "output", "text", "dropped"}``, what the environment has printed, at most
 ``OUTPUT_CHARACTERS`` each second.
 """
@@ -272,9 +273,11 @@ class Host:
         self._environment, self._own_file = environment, own_file
         self._tasks: dict[Any, asyncio.Task[None]] = {}
         self._cancelled: set[Any] = set()
+        self._threads = _by_file("host_threads", "host_threads.py").HostThreads()
 
     async def serve(self) -> None:
         """Ends when nobody sends lines any more."""
+        asyncio.get_running_loop().set_default_executor(self._threads)
         try:
             await self._environment.start()
         except BaseException as error:
@@ -325,7 +328,8 @@ class Host:
 
     async def _beat(self) -> None:
         while True:
-            self._lines.send(type="beat", rollouts=len(self._tasks))
+            hung = self._threads.num_hung + self._environment.num_hung_threads
+            self._lines.send(type="beat", rollouts=len(self._tasks), hung_threads=hung)
             self._say_output()
             await asyncio.sleep(BEAT_S)
 
@@ -336,14 +340,19 @@ class Host:
 
 
 def load_kind(kind: str, settings: dict[str, Any]) -> Any:
-    """The environment of ``kind``: by its file, since this package may not be importable here."""
-    name = f"easyrl_environment_kind_{kind}"
-    spec = importlib.util.spec_from_file_location(name, FOLDER / "kinds" / f"{kind}.py")
+    """The environment of ``kind``."""
+    return _by_file(f"kind_{kind}", f"kinds/{kind}.py").load(settings)
+
+
+def _by_file(name: str, file: str) -> Any:
+    """A module of this folder: by its file, since this package may not be importable here."""
+    name = f"easyrl_environment_{name}"
+    spec = importlib.util.spec_from_file_location(name, FOLDER / file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    return module.load(settings)
+    return module
 
 
 def main(arguments: list[str]) -> None:

@@ -100,6 +100,7 @@ class HostProcess(SupervisedChild):
         self.is_ready = False  # the present process has loaded the environment and is to go on
         self._was_ready = False
         self.max_rollouts: int | None = None  # that may be open, as far as the host knows
+        self.num_hung_threads = 0  # of the present process, whose calls did not end in their time
         self.is_retiring = False  # has a rollout that will not end; gets no other
         self.asked_s = time.monotonic()  # when the present process was started
         self._last_beat_s = 0.0
@@ -182,6 +183,7 @@ class HostProcess(SupervisedChild):
         kind = message["type"]
         if kind == "beat":
             self._last_beat_s = time.monotonic()
+            self.num_hung_threads = int(message["hung_threads"])
         elif kind == "output":
             dropped = f" ({message['dropped']} bytes more)" if message["dropped"] else ""
             text = message["text"].rstrip("\n")
@@ -235,6 +237,7 @@ class HostProcess(SupervisedChild):
         never was ready."""
         name, was_ready = self.settings.name, self._was_ready
         self.is_ready = self._was_ready = False
+        self.num_hung_threads = 0
         self.overdue.clear()
         if self.rollouts or self._waiting:
             logger.error("environment %s: its host process ended: %s", name, how)

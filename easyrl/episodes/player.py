@@ -63,6 +63,8 @@ class Environment(Protocol):
     def history(self) -> HistoryMode: ...
     @property
     def on_failure(self) -> OnFailure: ...
+    @property
+    def num_hung_threads(self) -> int: ...
 
     async def run(
         self,
@@ -106,6 +108,12 @@ class EpisodePlayer:
 
     def __post_init__(self) -> None:
         self.rooms = self.rooms or [RolloutRoom() for _ in self.environments]
+
+    def metrics(self) -> dict[str, float]:
+        """Of the episodes that have ended since the last call; from any thread."""
+        hung = {each.name: each.num_hung_threads for each in self.environments}
+        told = {f"environment/{name}/hung_threads": float(n) for name, n in hung.items() if n}
+        return self.times.taken() | told
 
     def group(
         self, prompt: Prompt, num_members: int, order: Order

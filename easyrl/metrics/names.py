@@ -490,6 +490,12 @@ SECTIONS = (
                 "calls that the model was told an error of",
             ),
             Metric("environment/<environment>/tool_s", "s", "of a call, mean"),
+            Metric(
+                "environment/<environment>/hung_threads",
+                "count",
+                "threads of its hosts, now, whose calls did not end in their time; none is not "
+                "reported",
+            ),
         ),
     ),
     Section(

@@ -21,6 +21,7 @@ class Coroutine:
     """The user's function, and the client that all its rollouts share connections of."""
 
     max_rollouts: int | None = None  # open at a time; it does not say
+    num_hung_threads = 0  # beside those of the event loop
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._function = _function(Path(settings["file"]).resolve(), settings["function"])

@@ -32,6 +32,8 @@ class ServerUnreachable(OpenEnvError, ConnectionError):
 class OpenEnv:
     """A server of environments at ``openenv``."""
 
+    num_hung_threads = 0  # beside those of the event loop
+
     def __init__(self, settings: dict[str, Any]) -> None:
         self._url = _http(settings["openenv"])
         self._action, self._observation = settings["action"], settings["observation"]

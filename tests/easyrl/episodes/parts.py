@@ -92,6 +92,7 @@ class Environment:
     max_turns: int = 20
     history: HistoryMode = "keep"
     on_failure: OnFailure = "mask"
+    num_hung_threads: int = 0
     alone: list[bool] = field(default_factory=list)  # of each start
 
     async def run(
