@@ -17,6 +17,7 @@ from easyrl.episodes.outages import EnvironmentOutages
 from easyrl.episodes.player import EpisodePlayer
 from easyrl.episodes.rooms import MOST, RolloutRoom
 from easyrl.gateway.messages import Settings
+from easyrl.inference_client.pool.endpoint import UNLIMITED
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.metrics.event_log import Record, ignore
@@ -43,7 +44,9 @@ def open_episodes(
     """
     if not config.environments:
         return None
-    gateway = GatewayChild(gateway_settings(config))
+    contexts = [endpoint.context for endpoint in pool.endpoints if endpoint.served is not None]
+    longest = max(contexts, default=UNLIMITED)
+    gateway = GatewayChild(gateway_settings(config, None if longest == UNLIMITED else longest))
     opened.callback(lambda: thread.run(gateway.close()))
     try:
         problem = thread.run(gateway.start())
@@ -117,12 +120,14 @@ class EpisodeTurns:
             self._pool.give_back(self._group)
 
 
-def gateway_settings(config: Config) -> Settings:
-    """The tokenizer and chat template that prompts are rendered with."""
+def gateway_settings(config: Config, max_context: int | None = None) -> Settings:
+    """The tokenizer and chat template that prompts are rendered with; ``max_context``: tokens that
+    any endpoint takes."""
     data = config.data
     own = None if data.chat_template is None else data.chat_template.read_text(encoding="utf-8")
     return Settings(
         tokenizer=str(config.model.tokenizer_path),
         chat_template=own,
         chat_template_kwargs=dict(data.chat_template_kwargs),
+        max_context=max_context,
     )

@@ -191,7 +191,8 @@ class Inference:
                             made = await self.episodes.play(
                                 prompt, number, sampling, seed, turns, on_turn, turns.put_off
                             )
-                    lengths.saw(prompt.index, len(made.token_ids))
+                    if made.episode is None or made.episode.failure is None:
+                        lengths.saw(prompt.index, len(made.token_ids))
                     if leave is not None:
                         leave()
                     return made

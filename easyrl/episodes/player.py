@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -32,7 +31,8 @@ def ignore_turn(turn: JournalledTurn) -> None:
     """An ``OnTurn`` that keeps nothing."""
 
 
-MAX_STARTS = 3  # of an episode whose host dies; likewise of one whose gateway does
+MAX_STARTS = 3  # of an episode whose host dies
+MAX_LOST = 2  # starts with which the gateway died, and may have died of it
 
 
 class EpisodeFailed(RuntimeError):
@@ -135,15 +135,15 @@ class EpisodePlayer:
         """The episode of sample ``number``; one that failed has a ``failure`` and no reward.
 
         ``on_turn`` is told of each turn before its answer goes out, ``on_wait`` where the first one
-        has to wait for the environment. Raises what ``generate`` does;
-        of a rollout that fails ``RewardError`` where its environment's ``on_failure`` is ``fail``,
-        and ``EpisodeFailed`` where it is ``zero`` and there is no turn to be trained with that;
-        ``Outage`` where its environment could not be reached for too long.
+        has to wait for the environment. Raises what ``generate`` does; of a rollout that fails
+        ``RewardError`` where its environment's ``on_failure`` is ``fail``, and ``EpisodeFailed``
+        where it is ``zero`` and there is no turn to be trained with that; ``Outage`` where its
+        environment could not be reached for too long.
         """
         environment = self.environments[self.choose(prompt)]
         why, waiting = "", self.outages.waiting()
-        num_ends = Counter[type[Exception]]()  # of processes that it needs, by what they are
-        while max(num_ends.values(), default=0) < MAX_STARTS:
+        num_died = num_lost = 0  # of its hosts; of gateways
+        while num_died < MAX_STARTS and num_lost < MAX_LOST:
             session = Session(
                 prompt,
                 sampling,
@@ -156,7 +156,7 @@ class EpisodePlayer:
             session.on_turn = partial(self._tell, on_turn, session, number, environment.name)
             try:
                 # at last alone: the others that it has died with may have been the reason
-                alone = num_ends[HostDied] == MAX_STARTS - 1
+                alone = num_died == MAX_STARTS - 1
                 made = await self._timed(environment, session, number, alone=alone)
                 return _heeded(made, environment, prompt, number)
             except EnvironmentUnreachable as error:
@@ -166,7 +166,10 @@ class EpisodePlayer:
                     return _heeded(made, environment, prompt, number)
             except (SessionLost, HostDied) as error:
                 why = str(error)
-                num_ends[type(error)] += 1
+                if isinstance(error, SessionLost):
+                    num_lost += error.is_suspect
+                else:
+                    num_died += 1
                 self.num_restarts += 1
                 self.record(
                     "episode_restarted",
@@ -176,7 +179,8 @@ class EpisodePlayer:
                     problem=why,
                 )
                 log.warning("%s; an episode of %s starts again", why, environment.name)
-        failure = f"environment {environment.name}: {MAX_STARTS} times: {why}"
+        times = MAX_LOST if num_lost == MAX_LOST else MAX_STARTS
+        failure = f"environment {environment.name}: {times} times: {why}"
         made = failed_at_once(environment.name, failure)
         return _heeded(made, environment, prompt, number)
 

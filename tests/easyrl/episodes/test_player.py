@@ -18,6 +18,7 @@ from easyrl.environments.failures import (
 )
 from easyrl.episodes.outages import EnvironmentOutages
 from easyrl.episodes.player import (
+    MAX_LOST,
     MAX_STARTS,
     EpisodeFailed,
     EpisodePlayer,
@@ -98,15 +99,34 @@ async def test_an_episode_whose_process_dies_starts_again_with_the_same_seeds():
 
 async def test_one_that_dies_again_and_again_is_given_up():
     async def dies(session: Session, prompt: Prompt) -> Said:
-        raise SessionLost("its host has ended: SIGSEGV")
+        raise HostDied("game", "its host has ended: SIGSEGV")
 
     of = player(dies)
     made = await play(of, Endpoint())
     assert made.episode is not None and made.episode.turns == () and len(made.token_ids) == 0
-    assert f"environment game: {MAX_STARTS} times: its host" in str(made.episode.failure)
-    (environment,) = of.environments
-    assert isinstance(environment, Environment)
-    assert environment.alone == [False] * MAX_STARTS  # in hosts that have not died
+    said = f"environment game: {MAX_STARTS} times: environment game: its host has ended: SIGSEGV"
+    assert made.episode.failure == said
+
+
+async def test_one_with_which_the_gateway_dies_twice_has_failed_and_others_go_on():
+    """Those that were open and not worked on are played as often as it takes."""
+    ends = {"killer": [True] * 9, "other": [False] * 5}
+    starts = {name: 0 for name in ends}
+
+    def dies(name: str) -> Rollout:
+        async def rollout(session: Session, prompt: Prompt) -> Said:
+            starts[name] += 1
+            if ends[name]:
+                raise SessionLost("the gateway's process ended", is_suspect=ends[name].pop())
+            return await two_turns(session, prompt)
+
+        return rollout
+
+    killer = await play(player(dies("killer")), Endpoint())
+    assert killer.episode is not None and starts["killer"] == MAX_LOST == 2
+    assert killer.episode.failure == "environment game: 2 times: the gateway's process ended"
+    other = await play(player(dies("other")), Endpoint())
+    assert other.episode is not None and other.episode.failure is None and starts["other"] == 6
 
 
 async def test_the_last_start_is_alone_and_others_deaths_are_counted_apart():
