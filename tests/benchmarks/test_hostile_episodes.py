@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 import benchmarks.parts.hostile.episodes.environment  # noqa: F401 (fills the catalogue)
-from benchmarks.parts.hostile.episodes.accounts import EpisodeAccounts, compare_trained, told_by
+from benchmarks.parts.hostile.episodes.accounts import (
+    GATEWAY_DIED,
+    EpisodeAccounts,
+    compare_trained,
+    told_by,
+)
 from benchmarks.parts.hostile.episodes.catalogue import BEHAVIOURS
 from benchmarks.parts.hostile.episodes.plan import (
     PlannedPrompt,
@@ -66,6 +71,7 @@ def episode(failure: str | None = None) -> Completion:
         (None, episode(), {TURN: 2}, "not trained as told"),
         (None, episode(), {}, "that nobody saw"),
         (None, episode("it broke"), {TURN: 1}, "failure is 'it broke'"),
+        (None, failed_at_once("wild", GATEWAY_DIED), {TURN: 1}, None),
         ("hangs", episode("it hung"), {}, None),
         ("hangs", episode(), {TURN: 1}, "failure is None"),
         ("raises-before-it-asks", failed_at_once("wild", "it broke"), {TURN: 1}, None),

@@ -16,10 +16,12 @@ from typing import Any
 from benchmarks.parts.hostile.episodes.plan import ALL, PlannedPrompt
 from benchmarks.parts.hostile.episodes.scene import ANSWERED, HAPPENED, WRONG
 from benchmarks.parts.trained_contents import requests_of
+from easyrl.episodes.player import MAX_LOST
 from easyrl.ledger.recorded_run import RecordedRun
 from easyrl.runtime.seeding import sample_seed
 from easyrl.schema import Completion, Prompt
 
+GATEWAY_DIED = f"{MAX_LOST} times: the gateway's process ended"
 Turn = tuple[tuple[int, ...], tuple[int, ...]]  # ids shown, ids sampled
 
 
@@ -29,11 +31,13 @@ class EpisodeAccounts:
     happened: how often, by behaviour.
     num_turns: trained ones that were compared.
     num_replaced: groups that had to be, and were, with a reason.
+    num_bystanders: samples that were left out as the gateway had died twice while they were open.
     """
 
     happened: Counter[str] = field(default_factory=Counter)
     num_turns: int = 0
     num_replaced: int = 0
+    num_bystanders: int = 0
     lost: list[str] = field(default_factory=list)  # replaced, and had not to be
     wrong: list[str] = field(default_factory=list)  # trained otherwise than it was told
     problems: list[str] = field(default_factory=list)  # any other
@@ -99,11 +103,17 @@ def compare_trained(
     ends = prompt.behaviour.ends if acts and prompt.behaviour is not None else "counts"
     if ends == "silent":
         told = Counter()  # what it was answered is kept in no sample
+    failure = None if completion.episode is None else completion.episode.failure
+    is_bystander = failure is not None and ends == "counts" and GATEWAY_DIED in failure
+    if is_bystander:  # open at two deaths of which nobody knows the reason
+        kept.num_bystanders += 1
+        told = Counter()
     if told - turns:
         kept.wrong.append(f"{name}: {(told - turns).total()} answers are not trained as told")
     if (not acts or ends == "silent") and turns - told:
         kept.wrong.append(f"{name}: {(turns - told).total()} turns are trained that nobody saw")
-    failure = None if completion.episode is None else completion.episode.failure
+    if is_bystander:
+        return
     if (failure is not None) != (ends in ("fails", "silent")):
         kept.problems.append(f"{name}: failure is {failure!r}")
 

@@ -198,7 +198,8 @@ def _judge(
     return (
         f"{accounts.num_turns} turns of {check.num_responses} episodes agree within "
         f"{check.largest:.1e} nats (a batch before: {check.visible or 0:.2f}), "
-        f"{accounts.num_replaced} groups replaced; "
+        f"{accounts.num_replaced} groups replaced, "
+        f"{accounts.num_bystanders} bystanders of gateways left out; "
     )
 
 
