@@ -5,8 +5,10 @@
 
 With ``--part episodes`` it is environments and clients of the gateway that misbehave, among others
 that do not, with two healthy servers (``parts/hostile/episodes``): every prompt has to have been
-trained once, or excluded with a reason where its environment leaves nothing to train, and what is
-trained has to be what each client was answered. What follows is of the other part, ``endpoints``.
+trained once, or replaced with a reason where its environment leaves nothing to train, and what is
+trained has to be what each client was answered. Runs of failures alone, or without what is needed,
+have to end with their status, and one of a thousand rollouts to keep to ``max_rollouts``. What
+follows is of the other part, ``endpoints``.
 
 Each run trains with two healthy embedded servers beside several hostile endpoints, each with a
 behaviour of its own; meanwhile strangers come to its ports and its files change, and it is killed,

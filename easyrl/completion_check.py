@@ -122,7 +122,12 @@ def _end_problem(completion: Completion, limits: CompletionLimits) -> str | None
 def _episode_problem(
     completion: Completion, episode: Episode, limits: CompletionLimits
 ) -> str | None:
-    """Each turn has to be a response, and all else the environment's."""
+    """Each turn has to be a response, and all else the environment's.
+
+    One that failed before its first turn has none, and no tokens: nothing of it is trained.
+    """
+    if not episode.turns and episode.failure is not None and not len(completion.token_ids):
+        return None
     at, mask = 0, np.zeros(len(completion.token_ids), dtype=bool)
     for number, turn in enumerate(episode.turns):
         if turn.start != at or not turn.start <= turn.sampled < turn.end:

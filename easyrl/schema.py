@@ -398,6 +398,8 @@ class Score:
     # its score is called NAME/PART, and is no summand.
     components: Mapping[str, float]
     failed: bool = False  # a reward function raised or timed out and was scored zero
+    # its rollout failed: it has no part in its group, and none of its tokens is trained
+    masked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +414,7 @@ class RolloutGroup:
     completed_s: float  # ... when its last response was scored
     position: int = 0  # of its prompt in the order, from the batch's first
     excluded: Exclusion | None = None  # why it has no completions and is not trained
-    rejected: str | None = None  # the recipe's reason not to train it
+    rejected: str | None = None  # why it is not trained: the recipe's reason, or too few are left
     # blake3 of its journal record, or of a supervised record's tokens, 32 hex digits; None: neither
     digest: str | None = None
     drawn_by: int | None = None  # data-parallel rank; None: the one that trains it
@@ -422,6 +424,13 @@ class RolloutGroup:
     def rewards(self) -> np.ndarray:
         """float32 [G]"""
         return np.array([score.reward for score in self.scores], dtype=np.float32)
+
+    @property
+    def unmasked(self) -> list[int]:
+        """Places of the responses that the recipe sees; where nothing is scored, of all."""
+        if not self.scores:
+            return list(range(len(self.completions)))
+        return [place for place, score in enumerate(self.scores) if not score.masked]
 
     @property
     def refused(self) -> str | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle, islice
 from typing import Literal
 
 import numpy as np
@@ -48,16 +49,31 @@ class ScoresOfAnotherPrompt:
                 f"{group.prompt.epoch} has {len(group.scores)} responses, the one before "
                 f"{len(scores)}"
             )
+        own = _unmasked(group.scores)
+        # as often as needed, where rollouts have failed
+        given = islice(cycle(scores[place] for place in _unmasked(scores)), len(own))
         return replace(
-            group, scores=scores, completions=_turns_permuted(group, _rng(group, self.seed))
+            group,
+            scores=_at(group, own, list(given)),
+            completions=_turns_permuted(group, _rng(group, self.seed)),
         )
 
 
 def _permuted(group: RolloutGroup, seed: int) -> RolloutGroup:
     rng = _rng(group, seed)
-    order = rng.permutation(len(group.scores))
-    scores = tuple(group.scores[place] for place in order)
-    return replace(group, scores=scores, completions=_turns_permuted(group, rng))
+    own = _unmasked(group.scores)
+    scores = [group.scores[own[place]] for place in rng.permutation(len(own))]
+    return replace(group, scores=_at(group, own, scores), completions=_turns_permuted(group, rng))
+
+
+def _unmasked(scores: Sequence[Score]) -> list[int]:
+    return [place for place, score in enumerate(scores) if not score.masked]
+
+
+def _at(group: RolloutGroup, places: Sequence[int], scores: Sequence[Score]) -> tuple[Score, ...]:
+    """The group's scores with ``scores`` at ``places``; masked ones stay where they are."""
+    given = dict(zip(places, scores, strict=True))
+    return tuple(given.get(place, score) for place, score in enumerate(group.scores))
 
 
 def _rng(group: RolloutGroup, seed: int) -> np.random.Generator:

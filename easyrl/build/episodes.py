@@ -13,9 +13,11 @@ from easyrl.environments.failures import EnvironmentFailed
 from easyrl.environments.hosts import EnvironmentHosts
 from easyrl.environments.mixing import environment_of
 from easyrl.episodes.gateway_child import GatewayChild
+from easyrl.episodes.outages import EnvironmentOutages
 from easyrl.episodes.player import EpisodePlayer
-from easyrl.episodes.session import Generate
+from easyrl.episodes.rooms import MOST, RolloutRoom
 from easyrl.gateway.messages import Settings
+from easyrl.inference_client.pool.endpoint import UNLIMITED
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.metrics.event_log import Record, ignore
@@ -24,6 +26,8 @@ from easyrl.schema import Completion, GatewayGone, Prompt
 
 log = logging.getLogger(__name__)
 
+ROLLOUTS_PER_PLACE = 2  # open ones, for each request that endpoints may have in flight
+
 
 def open_episodes(
     config: Config,
@@ -31,14 +35,18 @@ def open_episodes(
     thread: LoopThread,
     pool: EndpointPool,
     record: Record = ignore,
+    num_shares: int = 1,
 ) -> EpisodePlayer | None:
     """Starts the gateway and the hosts on the producer's loop; None for a run without environments.
 
+    ``num_shares``: ranks that share the endpoints, and the places of each environment.
     Raises ``ConfigError`` where one cannot be loaded.
     """
     if not config.environments:
         return None
-    gateway = GatewayChild(gateway_settings(config))
+    contexts = [endpoint.context for endpoint in pool.endpoints if endpoint.served is not None]
+    longest = max(contexts, default=UNLIMITED)
+    gateway = GatewayChild(gateway_settings(config, None if longest == UNLIMITED else longest))
     opened.callback(lambda: thread.run(gateway.close()))
     try:
         problem = thread.run(gateway.start())
@@ -68,32 +76,58 @@ def open_episodes(
             each.served is None or each.served.applies_stop_strings for each in pool.endpoints
         ),
         record=record,
+        rooms=[RolloutRoom(partial(_most_rollouts, of, pool, num_shares)) for of in hosts],
+        outages=EnvironmentOutages(config.inference.max_outage_s, record=record),
     )
+
+
+def _most_rollouts(of: EnvironmentHosts, pool: EndpointPool, num_shares: int) -> int:
+    """Rollouts of an environment that this rank has open at a time, now.
+
+    Where nobody says, as many as keep the endpoints busy while as many again are with their
+    environments.
+    """
+    if (given := of.max_rollouts) is not None:
+        return max(1, given // num_shares)
+    places = sum(endpoint.max_inflight for endpoint in pool.endpoints if endpoint.is_up)
+    return min(max(1, ROLLOUTS_PER_PLACE * places), MOST)
 
 
 def _close(thread: LoopThread, hosts: EnvironmentHosts) -> None:
     thread.run(hosts.close())
 
 
-def session_of(pool: EndpointPool, group: GroupAssignment) -> Generate:
+class EpisodeTurns:
     """The turns of one sample of ``group``: at one endpoint while it lives; the first of them takes
-    a place that the group holds there."""
-    own: GroupAssignment | None = None
+    a place that the group holds there. Called as ``Generate``."""
 
-    async def generate(prompt_ids: np.ndarray, sampling: SamplingConfig, seed: int) -> Completion:
-        nonlocal own
-        own = own or group.session()
-        return await pool.generate(prompt_ids, sampling, seed, own)
+    def __init__(self, pool: EndpointPool, group: GroupAssignment) -> None:
+        self._pool, self._group = pool, group
+        self._own: GroupAssignment | None = None
+        self._holds_place = True
 
-    return generate
+    async def __call__(
+        self, prompt_ids: np.ndarray, sampling: SamplingConfig, seed: int
+    ) -> Completion:
+        if self._own is None:
+            self._own = self._group.session(holds_place=self._holds_place)
+        return await self._pool.generate(prompt_ids, sampling, seed, self._own)
+
+    def put_off(self) -> None:
+        """The first turn comes later: others may have its place."""
+        if self._own is None and self._holds_place:
+            self._holds_place = False
+            self._pool.give_back(self._group)
 
 
-def gateway_settings(config: Config) -> Settings:
-    """The tokenizer and chat template that prompts are rendered with."""
+def gateway_settings(config: Config, max_context: int | None = None) -> Settings:
+    """The tokenizer and chat template that prompts are rendered with; ``max_context``: tokens that
+    any endpoint takes."""
     data = config.data
     own = None if data.chat_template is None else data.chat_template.read_text(encoding="utf-8")
     return Settings(
         tokenizer=str(config.model.tokenizer_path),
         chat_template=own,
         chat_template_kwargs=dict(data.chat_template_kwargs),
+        max_context=max_context,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from easyrl.build.accumulation import is_interruption
-from easyrl.build.episodes import open_episodes, session_of
+from easyrl.build.episodes import EpisodeTurns, open_episodes
 from easyrl.build.servers import StartedServers, max_num_seqs
 from easyrl.completion_check import Vocabulary
 from easyrl.config import (
@@ -72,9 +72,14 @@ class Inference:
     # keeps a turn of an episode that is to be trained, by the version that the batch asks for
     keep_turn: Callable[[str | None, JournalledTurn], object] | None = None
 
+    @property
+    def in_outage(self) -> bool:
+        """Whether an endpoint, or what an environment connects to, is waited for."""
+        return self.pool.in_outage or (self.episodes is not None and self.episodes.outages.any)
+
     def episode_metrics(self) -> dict[str, float]:
         """Of the episodes that have ended since the last call; from any thread."""
-        return {} if self.episodes is None else self.episodes.times.taken()
+        return {} if self.episodes is None else self.episodes.metrics()
 
     def rollouts(self) -> RolloutGenerator:
         """A producer of training groups."""
@@ -151,13 +156,22 @@ class Inference:
                 leave = None
                 if room is not None:
                     leave = await held.enter_async_context(room.places(num_generations))
+                expected, own = lengths.of(prompt.index), priority if room is None else LAST
+                members, num_beginning = None, num_generations
+                if self.episodes is not None:
+                    is_shortest_first = config.inference.dispatch == "shortest_first"
+                    order = own, expected if is_shortest_first else 0.0
+                    members = await held.enter_async_context(
+                        self.episodes.group(prompt, num_generations, order)
+                    )
+                    num_beginning = members.num_held
                 place = await held.enter_async_context(
                     self.pool.group(
                         len(prompt.token_ids),
-                        lengths.of(prompt.index),
+                        expected,
                         version,
-                        num_samples=num_generations,
-                        priority=priority if room is None else LAST,
+                        num_samples=num_beginning,
+                        priority=own,
                         sampling=sampling,
                         is_of_batch=is_of_batch,
                     )
@@ -169,14 +183,16 @@ class Inference:
 
                 async def sample(number: int) -> Completion:
                     seed = sample_seed(config.run.seed, prompt.epoch, prompt.index, number)
-                    if self.episodes is None:
+                    if self.episodes is None or members is None:
                         made = await self.pool.generate(prompt.token_ids, sampling, seed, place)
                     else:
-                        generate = session_of(self.pool, place)
-                        made = await self.episodes.play(
-                            prompt, number, sampling, seed, generate, on_turn
-                        )
-                    lengths.saw(prompt.index, len(made.token_ids))
+                        turns = EpisodeTurns(self.pool, place)
+                        async with members.place():
+                            made = await self.episodes.play(
+                                prompt, number, sampling, seed, turns, on_turn, turns.put_off
+                            )
+                    if made.episode is None or made.episode.failure is None:
+                        lengths.saw(prompt.index, len(made.token_ids))
                     if leave is not None:
                         leave()
                     return made
@@ -193,10 +209,16 @@ class Inference:
             num_generations=num_generations,
             busy=busy,
         )
+        of_episodes = EpisodeScorer(
+            truncated_reward,
+            on_failure={each.name: each.on_failure for each in config.environments},
+            groups_per_batch=max(groups_per_batch, 1),
+            num_generations=num_generations,
+        )
         return RolloutGenerator(
             self.thread,
             begin_group,
-            scorer if self.episodes is None else EpisodeScorer(truncated_reward),
+            scorer if self.episodes is None else of_episodes,
             num_generations=num_generations,
             queue_size=config.rollout.queue_size,
             excluded_by={
@@ -292,7 +314,7 @@ def open_inference(
             f"inference.endpoints: {error}\n(start the servers, or correct their URLs; raise "
             "inference.startup_timeout_s for servers that take longer)"
         ) from error
-    episodes = open_episodes(config, opened, thread, pool, record)
+    episodes = open_episodes(config, opened, thread, pool, record, num_shares)
     return Inference(config, thread, workers, pool, api_keys, record, num_shares, episodes=episodes)
 
 

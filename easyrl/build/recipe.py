@@ -15,6 +15,7 @@ from easyrl.dataloaders.packing.groups import Packing, pack_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.recipes.groups import group_statistics, trained_groups, without_advantages
 from easyrl.recipes.loading import load_recipe, run_settings
+from easyrl.recipes.masked import too_few_left, without_masked
 from easyrl.recipes.recipe import Models, Recipe, RunSettings
 from easyrl.runtime.determinism import is_strict
 from easyrl.schema import (
@@ -41,7 +42,7 @@ def group_functions(config: Config) -> GroupFunctions:
     return GroupFunctions(
         scored=scored_function(config.scoring.shuffle_rewards, config.run.seed),
         trained=partial(trained_groups, recipe, run),
-        denominator=partial(recipe.denominator, run=run),
+        denominator=lambda groups: recipe.denominator(list(map(without_masked, groups)), run),
         pack=pack,
         pack_finished=_pack_finished(pack, partial(recipe.trained_tokens, run=run)),
         dummy=dummy_micro_batch,
@@ -51,7 +52,11 @@ def group_functions(config: Config) -> GroupFunctions:
         initial_controls=recipe.initial_controls(),
         next_controls=recipe.next_controls,
         ask_first=response_rows(recipe, run, pack),
-        value_denominator=partial(recipe.value_denominator, run=run) if needs.critic else None,
+        value_denominator=(
+            (lambda groups: recipe.value_denominator(list(map(without_masked, groups)), run))
+            if needs.critic
+            else None
+        ),
     )
 
 
@@ -62,7 +67,8 @@ def response_rows(recipe: Recipe, run: RunSettings, pack: Pack) -> ResponseRows 
     trained_tokens = partial(recipe.trained_tokens, run=run)
 
     def unknown(group: RolloutGroup, known: Collection[SampleKey]) -> TrainedGroup:
-        selected = recipe.select(group, run)
+        places = group.unmasked
+        selected = [places[place] for place in recipe.select(without_masked(group), run)]
         whole = {key._replace(part=0) for key in known}  # all parts of an episode run together
         samples = [i for i in selected if SampleKey(*group.prompt.key, i) not in whole]
         return without_advantages(group, trained_tokens, samples)
@@ -75,14 +81,18 @@ def response_rows(recipe: Recipe, run: RunSettings, pack: Pack) -> ResponseRows 
 def accept_function(config: Config) -> Callable[[RolloutGroup], str | None]:
     """A finished group's reason to be replaced by the next prompt of the order, or None.
 
+    The recipe's, or that masked responses leave too few to train.
+
     Raises ``RecipeFailed`` for whatever the recipe raises: it is called in a coroutine, which a
     ``CancelledError`` of a user's would end without a word, and a ``SystemExit`` with its loop.
     """
     recipe, run = load_recipe(config), run_settings(config)
 
     def accept(group: RolloutGroup) -> str | None:
+        if (reason := too_few_left(recipe, group)) is not None:
+            return reason
         try:
-            return recipe.accepts(group, run=run)
+            return recipe.accepts(without_masked(group), run=run)
         except BaseException as error:
             prompt = group.prompt
             raise RecipeFailed(

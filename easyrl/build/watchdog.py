@@ -23,7 +23,7 @@ def watch_progress(run: OpenRun, inference: Inference, rollouts: JournalledRollo
             run.tokens,
             describe,
             lambda: run.signals.end(STUCK, UNWIND_S),
-            in_outage=lambda: inference.pool.in_outage,
+            in_outage=lambda: inference.in_outage,
             max_outage_s=run.config.inference.max_outage_s,
             loop=inference.thread.loop,
             notices=run.peers,

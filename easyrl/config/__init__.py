@@ -14,6 +14,7 @@ from easyrl.config.data import DataConfig, DatasetConfig, FieldsConfig
 from easyrl.config.environments import (
     EnvironmentConfig,
     HistoryMode,
+    OnFailure,
     ToolsConfig,
     environment_contradictions,
 )
@@ -96,7 +97,7 @@ class Config(Section):
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) != len(labels):
             problems.append(f"rewards: two are called the same ({labels}); set log_as of one")
-        problems += environment_contradictions(self.environments, self.rewards)
+        problems += environment_contradictions(self.environments, self.rewards, self.scoring)
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -8,10 +8,11 @@ from typing import Any, Literal, Self
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from easyrl.config.base import FilePath, Section
-from easyrl.config.rewards import RewardConfig
+from easyrl.config.rewards import RewardConfig, ScoringConfig
 
 EnvironmentKind = Literal["coroutine", "verifiers", "openenv", "tools"]
 HistoryMode = Literal["keep", "as_template"]
+OnFailure = Literal["mask", "zero", "fail"]
 OF_TOKENS = ("overlong", "length_target", "repetition", "reward_model")  # rewards of token ids
 SOURCES = ("file", "verifiers", "openenv", "tools")
 
@@ -53,8 +54,14 @@ class EnvironmentConfig(Section):
     num_hosts: PositiveInt = 1  # processes, of each rank
     start_timeout_s: PositiveFloat = 600.0  # for a process to load it
     idle_timeout_s: PositiveFloat = 300.0  # a rollout without a request for so long has hung
+    max_rollouts: PositiveInt | None = None  # open at a time, of all ranks; default: as many as an
+    # OpenEnv server says that it serves, else twice what the endpoints may have in flight
     max_turns: PositiveInt = 16  # requests of a rollout; tools and openenv end behind the last, as
     # at the context's end, others are refused the next: 400, code max_turns_exceeded
+    on_failure: OnFailure = (
+        "mask"  # a rollout that raises, hangs or dies: left out of its group and
+    )
+    # not trained; trained with reward 0; or the run ends
     history: HistoryMode = "keep"  # where a template would render an earlier turn otherwise than it
     # was sampled, as one that strips reasoning does: keep its tokens, or let it, in a new branch
 
@@ -107,9 +114,9 @@ class EnvironmentConfig(Section):
 
 
 def environment_contradictions(
-    environments: list[EnvironmentConfig], rewards: list[RewardConfig]
+    environments: list[EnvironmentConfig], rewards: list[RewardConfig], scoring: ScoringConfig
 ) -> list[str]:
-    """What is wrong between them, and with the run's own ``rewards``."""
+    """What is wrong between them, and with the run's own ``rewards`` and ``scoring``."""
     problems = []
     names = [environment.name for environment in environments]
     if len(set(names)) != len(names):
@@ -119,4 +126,11 @@ def environment_contradictions(
             "rewards: would not be asked, as an episode's reward is its environment's; remove "
             "them, or environments (tools have rewards of their own: environments[0].rewards)"
         )
+    for key in ("on_reward_error", "max_reward_retries"):
+        if environments and getattr(scoring, key) != ScoringConfig.model_fields[key].default:
+            problems.append(
+                f"scoring.{key}: has no effect beside environments, whose rewards come with their "
+                "rollouts; remove it, and set on_failure of each environment "
+                "(environments[0].on_failure)"
+            )
     return problems

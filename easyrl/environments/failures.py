@@ -16,6 +16,10 @@ class EnvironmentFailed(Exception):
         return f"environment {self.environment}: {place}{self.cause}"
 
 
+class EnvironmentUnreachable(EnvironmentFailed):
+    """Something that it needs could not be connected to, as a server of its own."""
+
+
 class RolloutHung(EnvironmentFailed):
     """It made no request for longer than ``idle_timeout_s``, and was cancelled."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from easyrl.config import RewardConfig
-from easyrl.environments.tools import in_thread
+from easyrl.environments.call_threads import in_thread
 from easyrl.rewards.functions import as_group_reward, check_rewards, load_reward, validated
 from easyrl.schema import Prompt
 

@@ -7,25 +7,29 @@ library; the environment's kind (``kinds``) imports what that needs. Lines come 
 socket ``DESCRIPTOR``, or over standard input and output. In, the first line: ``{"type":
 "environment", "kind", "settings", "path"}``, where ``path`` is ``sys.path``, or null for this
 Python's own; once that is answered by ``ready``: ``{"type": "start", "id", "base_url", "api_key",
-"model", "prompt", "seed"}`` and ``{"type": "cancel", "id"}``. Out: ``ready``, or ``failed`` without
-an id; for each start one of ``{"type": "done", "id", "reward", "components", "turn_rewards"}``,
-``{"type": "failed", "id", "error", "where", "traceback"}`` and ``{"type": "cancelled", "id"}``,
-each with ``"tool_calls"``, the first ``MOST_TOOL_CALLS``: name, start and end in seconds of
-``time.monotonic``, which the machine's processes share, and whether it was an error;
-``beat`` each second that the event loop is alive; ``{"type": "output", "text", "dropped"}``, what
-the environment has printed, at most ``OUTPUT_CHARACTERS`` each second.
+"model", "prompt", "seed"}`` and ``{"type": "cancel", "id"}``. Out: ``{"type": "ready",
+"max_rollouts"}``, or ``failed`` without an id; for each start one of ``{"type": "done", "id",
+"reward", "components", "turn_rewards"}``, ``{"type": "failed", "id", "error", "where", "traceback",
+"unreachable"}`` and ``{"type": "cancelled", "id"}``, each with ``"tool_calls"``, the first
+``MOST_TOOL_CALLS``: name, start and end in seconds of ``time.monotonic``, which the machine's
+processes share, and whether it was an error; ``{"type": "beat", "hung_threads"}`` each second that
+the event loop is alive;
+``{"type": "output", "text", "dropped"}``, what the environment has printed, at most
+``OUTPUT_CHARACTERS`` each second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import faulthandler
 import importlib.util
 import json
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -43,6 +47,14 @@ MOST_TURN_REWARDS = 100_000
 MOST_TOOL_CALLS = 10_000
 NAME_CHARACTERS = 200
 LARGEST = 3.4028234663852886e38  # that a float32 holds, in which rewards are trained
+UNREACHABLE = {  # of connections, beside what is a ``ConnectionError``
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ETIMEDOUT,
+    errno.ECONNREFUSED,
+}
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -134,7 +146,8 @@ def _number(value: Any, what: str) -> float:
 
 
 def failure_of(error: BaseException, own_file: str | None) -> dict[str, Any]:
-    """``error``, on one line, ``where`` in the user's code it came from, and its ``traceback``."""
+    """``error``, on one line, ``where`` in the user's code it came from, and its ``traceback``;
+    ``unreachable``: whether a connection that could not be had, or was lost, is its cause."""
     leaf = error
     while parts := getattr(leaf, "exceptions", None):  # a group's first says more than the group
         leaf = parts[0]
@@ -151,7 +164,25 @@ def failure_of(error: BaseException, own_file: str | None) -> dict[str, Any]:
         "error": said[:ERROR_CHARACTERS],
         "where": where,
         "traceback": lines[-TRACEBACK_CHARACTERS:],
+        "unreachable": _is_unreachable(error),
     }
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Libraries wrap what the system says of a connection in errors of their own."""
+    left: list[Any] = [error]
+    seen: list[Any] = []
+    while left:
+        each = left.pop()
+        if not isinstance(each, BaseException) or any(each is other for other in seen):
+            continue
+        if isinstance(each, (ConnectionError, socket.gaierror)):
+            return True
+        if isinstance(each, OSError) and each.errno in UNREACHABLE:
+            return True
+        seen.append(each)
+        left += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+    return False
 
 
 def _where(error: BaseException, own_file: str | None) -> str | None:
@@ -242,15 +273,22 @@ class Host:
         self._environment, self._own_file = environment, own_file
         self._tasks: dict[Any, asyncio.Task[None]] = {}
         self._cancelled: set[Any] = set()
+        self._threads = _by_file("host_threads", "host_threads.py").HostThreads()
 
     async def serve(self) -> None:
         """Ends when nobody sends lines any more."""
+        asyncio.get_running_loop().set_default_executor(self._threads)
         try:
             await self._environment.start()
         except BaseException as error:
             self._lines.send(type="failed", id=None, **failure_of(error, self._own_file))
             return
-        self._lines.send(type="ready", pid=os.getpid(), python=sys.version.split()[0])
+        self._lines.send(
+            type="ready",
+            pid=os.getpid(),
+            python=sys.version.split()[0],
+            max_rollouts=self._environment.max_rollouts,
+        )
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._lines.read_descriptor, self._read, ended)
@@ -290,7 +328,8 @@ class Host:
 
     async def _beat(self) -> None:
         while True:
-            self._lines.send(type="beat", rollouts=len(self._tasks))
+            hung = self._threads.num_hung + self._environment.num_hung_threads
+            self._lines.send(type="beat", rollouts=len(self._tasks), hung_threads=hung)
             self._say_output()
             await asyncio.sleep(BEAT_S)
 
@@ -301,14 +340,19 @@ class Host:
 
 
 def load_kind(kind: str, settings: dict[str, Any]) -> Any:
-    """The environment of ``kind``: by its file, since this package may not be importable here."""
-    name = f"easyrl_environment_kind_{kind}"
-    spec = importlib.util.spec_from_file_location(name, FOLDER / "kinds" / f"{kind}.py")
+    """The environment of ``kind``."""
+    return _by_file(f"kind_{kind}", f"kinds/{kind}.py").load(settings)
+
+
+def _by_file(name: str, file: str) -> Any:
+    """A module of this folder: by its file, since this package may not be importable here."""
+    name = f"easyrl_environment_{name}"
+    spec = importlib.util.spec_from_file_location(name, FOLDER / file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    return module.load(settings)
+    return module
 
 
 def main(arguments: list[str]) -> None:

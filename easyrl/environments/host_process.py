@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from easyrl.config import EnvironmentConfig
-from easyrl.environments.failures import EnvironmentFailed, HostDied
+from easyrl.environments.failures import EnvironmentFailed, EnvironmentUnreachable, HostDied
 from easyrl.runtime.workers.child_process import Child, start_command
 from easyrl.runtime.workers.supervised_child import SupervisedChild
 
@@ -99,6 +99,8 @@ class HostProcess(SupervisedChild):
         self.overdue: dict[int, float] = {}  # cancelled and not yet gone: since when
         self.is_ready = False  # the present process has loaded the environment and is to go on
         self._was_ready = False
+        self.max_rollouts: int | None = None  # that may be open, as far as the host knows
+        self.num_hung_threads = 0  # of the present process, whose calls did not end in their time
         self.is_retiring = False  # has a rollout that will not end; gets no other
         self.asked_s = time.monotonic()  # when the present process was started
         self._last_beat_s = 0.0
@@ -181,6 +183,7 @@ class HostProcess(SupervisedChild):
         kind = message["type"]
         if kind == "beat":
             self._last_beat_s = time.monotonic()
+            self.num_hung_threads = int(message["hung_threads"])
         elif kind == "output":
             dropped = f" ({message['dropped']} bytes more)" if message["dropped"] else ""
             text = message["text"].rstrip("\n")
@@ -188,6 +191,8 @@ class HostProcess(SupervisedChild):
         elif kind == "ready":
             self.is_ready = self._was_ready = True
             self._last_beat_s = time.monotonic()
+            most = message["max_rollouts"]
+            self.max_rollouts = None if most is None else int(most)
             for waiting in self._taken_waiting():
                 waiting.set_result(None)
             for rollout in list(self.rollouts.values()):
@@ -216,7 +221,8 @@ class HostProcess(SupervisedChild):
             self.kill("its last rollout has ended")
 
     def _failure(self, message: dict[str, Any]) -> EnvironmentFailed:
-        error = EnvironmentFailed(self.settings.name, message["error"], message["where"])
+        kind = EnvironmentUnreachable if message["unreachable"] else EnvironmentFailed
+        error = kind(self.settings.name, message["error"], message["where"])
         if (said := (message["error"], str(message["where"]))) not in self._logged:
             self._logged.add(said)  # once: a group of samples fails alike
             logger.error("%s\n%s", error, message["traceback"].rstrip())
@@ -231,6 +237,7 @@ class HostProcess(SupervisedChild):
         never was ready."""
         name, was_ready = self.settings.name, self._was_ready
         self.is_ready = self._was_ready = False
+        self.num_hung_threads = 0
         self.overdue.clear()
         if self.rollouts or self._waiting:
             logger.error("environment %s: its host process ended: %s", name, how)

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from easyrl.config import EnvironmentConfig, HistoryMode
+from easyrl.config import EnvironmentConfig, HistoryMode, OnFailure
 from easyrl.environments.failures import EnvironmentFailed, HostDied, RolloutHung
 from easyrl.environments.host_process import HostProcess, Outcome, Rollout
 from easyrl.runtime.process_guard import ProcessGuard
@@ -26,6 +26,7 @@ from easyrl.schema import Prompt
 logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 5.0  # for a rollout to end that was cancelled
+MOST_HUNG_THREADS = 32  # of a host; then it is replaced
 LONGEST_LOOK_S = 1.0  # between two looks at whether a rollout hangs
 
 
@@ -49,11 +50,23 @@ class EnvironmentHosts:
         self._retiring: set[HostProcess] = set()
         self._room = asyncio.Semaphore(environment.num_hosts)  # of rollouts that are alone
         self._numbers = itertools.count()
+        self._said_rollouts: int | None = None
+        self.num_replaced = 0  # hosts, for the threads that hung in them
         self._guard: ProcessGuard | None = None  # while it runs
 
     @property
     def name(self) -> str:
         return self.environment.name
+
+    @property
+    def max_rollouts(self) -> int | None:
+        """That may be open at a time, of all ranks, by the configuration or by what hosts have
+        found; None: nobody says."""
+        if self.environment.max_rollouts is not None:
+            return self.environment.max_rollouts
+        said = [host.max_rollouts for host in self._hosts if host.max_rollouts is not None]
+        self._said_rollouts = min(said, default=self._said_rollouts)  # a new one has yet to ask
+        return self._said_rollouts
 
     @property
     def max_turns(self) -> int:
@@ -62,6 +75,10 @@ class EnvironmentHosts:
     @property
     def history(self) -> HistoryMode:
         return self.environment.history
+
+    @property
+    def on_failure(self) -> OnFailure:
+        return self.environment.on_failure
 
     async def start(self) -> None:
         """Starts the hosts and returns when the environment is loaded in each.
@@ -91,6 +108,11 @@ class EnvironmentHosts:
             host.rollouts.clear()
         if guard is not None:
             await asyncio.to_thread(guard.release)
+
+    @property
+    def num_hung_threads(self) -> int:
+        """That hosts now have, of calls that did not end in their time."""
+        return sum(host.num_hung_threads for host in (*self._hosts, *self._retiring))
 
     @property
     def num_rollouts(self) -> int:
@@ -150,9 +172,21 @@ class EnvironmentHosts:
                 self._retiring = {each for each in self._retiring if each.child is not None}
 
     def _next_host(self) -> HostProcess:
-        """The one with the fewest rollouts; those with one that will not end are replaced."""
+        """The one with the fewest rollouts; those with one that will not end, or with many threads
+        that will not, are replaced."""
         now_s = time.monotonic()
         for place, host in enumerate(self._hosts):
+            if host.num_hung_threads >= MOST_HUNG_THREADS:
+                self.num_replaced += 1
+                logger.warning(
+                    "environment %s: %d calls hang in threads of its host, which is replaced "
+                    "(%d so far); bound what they wait for",
+                    self.name,
+                    host.num_hung_threads,
+                    self.num_replaced,
+                )
+                self._retire(place)
+                continue
             if any(now_s - since_s > self._cancel_grace_s for since_s in host.overdue.values()):
                 self._retire(place)
         return min(self._hosts, key=lambda host: len(host.rollouts))

@@ -9,20 +9,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from easyrl.environments.call_threads import ThreadsHang, in_thread
 from easyrl.environments.client import Client, RequestFailed, ToolCall
 from easyrl.environments.tool_schema import BadArguments, FunctionSchema, as_tool
 
 MOST_RESULT_CHARACTERS = 20_000
 # name of a tool, start and end (time.monotonic), whether the model was told of an error
 OnCall = Callable[[str, float, float, bool], object]
-MOST_STUCK = 64  # threads of functions that did not end in their time
 
 
 class Tool(ABC):
@@ -40,9 +39,6 @@ class Tool(ABC):
 class FunctionTool(Tool):
     """A typed Python function. A plain one runs in a thread, which cannot be ended."""
 
-    _stuck = 0  # threads of this process whose calls have run out of time
-    _lock = threading.Lock()
-
     def __init__(self, function: Callable[..., Any], timeout_s: float, where: str = "") -> None:
         self._function, self._schema = function, FunctionSchema(function, where)
         self.name, self.timeout_s = self._schema.name, timeout_s
@@ -52,28 +48,8 @@ class FunctionTool(Tool):
         given = self._schema.arguments(arguments)
         if inspect.iscoroutinefunction(self._function):
             return as_text(await self._function(**given))
-        if FunctionTool._stuck >= MOST_STUCK:
-            raise ToolsStuck(f"{MOST_STUCK} calls of tools hang; bound what they wait for")
-        has_ended = is_stuck = False
-
-        def ended() -> None:
-            nonlocal has_ended
-            with FunctionTool._lock:
-                has_ended = True
-                FunctionTool._stuck -= is_stuck
-
-        try:
-            result = await in_thread(lambda: self._function(**given), ended)
-        except asyncio.CancelledError:
-            with FunctionTool._lock:
-                is_stuck = not has_ended
-                FunctionTool._stuck += is_stuck
-            raise
+        result = await in_thread(lambda: self._function(**given))
         return as_text(await result if inspect.isawaitable(result) else result)
-
-
-class ToolsStuck(RuntimeError):
-    """Too many calls do not end: the environment's failure, not the model's."""
 
 
 class Tools:
@@ -96,7 +72,7 @@ class Tools:
             return f"error: there is no tool {call.name!r}; use {', '.join(self._tools)}", True
         try:
             text = await asyncio.wait_for(tool.call(call.arguments), tool.timeout_s)
-        except ToolsStuck:
+        except ThreadsHang:
             raise
         except BadArguments as error:
             return f"error: {error}"[:MOST_RESULT_CHARACTERS], True
@@ -190,37 +166,3 @@ def as_text(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         return str(value)
-
-
-async def in_thread(function: Callable[[], Any], ended: Callable[[], None] = lambda: None) -> Any:
-    """What ``function`` returns, in a thread of its own: one that hangs is in nobody's way.
-
-    ``ended`` is called in that thread when it has, also if nobody waits any more.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def tell(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        elif isinstance(error, Exception) and not isinstance(error, StopIteration):
-            future.set_exception(error)
-        else:  # SystemExit must end no host
-            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except BaseException as raised:
-            error = raised
-        ended()
-        try:
-            loop.call_soon_threadsafe(tell, result, error)
-        except RuntimeError:  # the loop has ended meanwhile
-            pass
-
-    threading.Thread(target=run, daemon=True).start()
-    return await future

@@ -21,6 +21,7 @@ from easyrl.gateway.messages import (
     Ready,
     Refused,
     Settings,
+    Working,
     decode_requests,
     encode,
 )
@@ -40,8 +41,9 @@ class GatewayChild(ReportingChild):
     """One gateway process at a time. Every method belongs to the producer's loop.
 
     What it asks for is sampled and recorded by the session here; only then is it answered. If the
-    process ends, its sessions are lost (``SessionLost``), and the next session starts another: if
-    that does not come up, once more, ``MAX_STARTS`` times in all.
+    process ends, its sessions are lost (``SessionLost``): those are suspects of which a long
+    request was worked on, else all. The next session starts another process: if that does not come
+    up, once more, ``MAX_STARTS`` times in all.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -49,6 +51,7 @@ class GatewayChild(ReportingChild):
         self._sessions: dict[str, Session] = {}
         self._ready: asyncio.Future[tuple[int, str | None]] | None = None  # of the process
         self._turns: set[asyncio.Task[None]] = set()
+        self._working: set[str] = set()  # sessions, a long request of which is worked on
         self._has_served = self._is_closed = False
         self._num_failed_starts = 0  # one after another
 
@@ -103,6 +106,10 @@ class GatewayChild(ReportingChild):
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result((request.port, request.template_problem))
                 continue
+            if isinstance(request, Working):
+                change = self._working.add if request.goes_on else self._working.discard
+                change(request.session)
+                continue
             turn = asyncio.get_running_loop().create_task(self._turn(request))
             self._turns.add(turn)
             turn.add_done_callback(self._turns.discard)
@@ -114,9 +121,10 @@ class GatewayChild(ReportingChild):
             self._on_failed_start(self._ready, how)
             return
         sessions, self._sessions, self._ready = self._sessions, {}, None
-        lost = SessionLost(f"the gateway's process ended: {how}")
+        suspects, self._working = self._working & sessions.keys() or sessions.keys(), set()
         for session in sessions.values():
-            session.fail(lost)
+            is_suspect = session.id in suspects
+            session.fail(SessionLost(f"the gateway's process ended: {how}", is_suspect=is_suspect))
 
     def _on_failed_start(self, ready: asyncio.Future[Any], how: str) -> None:
         """Tries again if it has served before; else whoever waits for ``ready`` is told."""

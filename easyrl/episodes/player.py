@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from easyrl.config import HistoryMode, SamplingConfig
-from easyrl.environments.failures import EnvironmentFailed, HostDied
+from easyrl.config import HistoryMode, OnFailure, SamplingConfig
+from easyrl.environments.failures import EnvironmentFailed, EnvironmentUnreachable, HostDied
+from easyrl.episodes.outages import EnvironmentOutages
+from easyrl.episodes.rooms import Members, Order, RolloutRoom
 from easyrl.episodes.session import Generate, Session, SessionLost
 from easyrl.episodes.times import EpisodeTimes, ToolCall, tell_spans
-from easyrl.episodes.turns import TurnRecord, continued, episode_completion
+from easyrl.episodes.turns import TurnRecord, continued, episode_completion, failed_at_once
 from easyrl.metrics.event_log import Record, ignore
-from easyrl.schema import Completion, JournalledTurn, Prompt
+from easyrl.schema import Completion, JournalledTurn, Prompt, RewardError
 from easyrl.timeline.spans import AddSpan, ignore_span
 
 log = logging.getLogger(__name__)
@@ -30,11 +31,12 @@ def ignore_turn(turn: JournalledTurn) -> None:
     """An ``OnTurn`` that keeps nothing."""
 
 
-MAX_STARTS = 3  # of an episode whose host dies; likewise of one whose gateway does
+MAX_STARTS = 3  # of an episode whose host dies
+MAX_LOST = 2  # starts with which the gateway died, and may have died of it
 
 
 class EpisodeFailed(RuntimeError):
-    """An episode has no turn that could be trained; its group is excluded."""
+    """There is no turn to be trained of an episode, or of any of a group, which is excluded."""
 
 
 class Outcome(Protocol):
@@ -59,6 +61,10 @@ class Environment(Protocol):
     def max_turns(self) -> int: ...
     @property
     def history(self) -> HistoryMode: ...
+    @property
+    def on_failure(self) -> OnFailure: ...
+    @property
+    def num_hung_threads(self) -> int: ...
 
     async def run(
         self,
@@ -93,8 +99,28 @@ class EpisodePlayer:
     applies_stop_strings: Callable[[], bool] = lambda: True  # all endpoints, now
     record: Record = ignore
     span: AddSpan = ignore_span  # told of each episode, by its environment's name
+    # what cannot be reached before an episode's first turn
+    outages: EnvironmentOutages = field(default_factory=EnvironmentOutages)
+    # of each environment, how many are open at a time; default: as many as are asked for
+    rooms: Sequence[RolloutRoom] = ()
     num_restarts: int = field(default=0, init=False)
     times: EpisodeTimes = field(default_factory=EpisodeTimes, init=False)
+
+    def __post_init__(self) -> None:
+        self.rooms = self.rooms or [RolloutRoom() for _ in self.environments]
+
+    def metrics(self) -> dict[str, float]:
+        """Of the episodes that have ended since the last call; from any thread."""
+        hung = {each.name: each.num_hung_threads for each in self.environments}
+        told = {f"environment/{name}/hung_threads": float(n) for name, n in hung.items() if n}
+        return self.times.taken() | told
+
+    def group(
+        self, prompt: Prompt, num_members: int, order: Order
+    ) -> AbstractAsyncContextManager[Members]:
+        """The turn of a group: entered when one of its episodes at least may be played; inside,
+        each is to be played in a ``Members.place``."""
+        return self.rooms[self.choose(prompt)].group(num_members, order)
 
     async def play(
         self,
@@ -104,16 +130,20 @@ class EpisodePlayer:
         seed: int,
         generate: Generate,
         on_turn: OnTurn = ignore_turn,
+        on_wait: Callable[[], object] = lambda: None,
     ) -> Completion:
-        """The episode of sample ``number``. Raises what ``generate`` does, ``EpisodeFailed``.
+        """The episode of sample ``number``; one that failed has a ``failure`` and no reward.
 
-        A rollout that fails behind its first turn is an episode with a ``failure`` and no reward.
-        ``on_turn`` is told of each turn before its answer goes out.
+        ``on_turn`` is told of each turn before its answer goes out, ``on_wait`` where the first one
+        has to wait for the environment. Raises what ``generate`` does; of a rollout that fails
+        ``RewardError`` where its environment's ``on_failure`` is ``fail``, and ``EpisodeFailed``
+        where it is ``zero`` and there is no turn to be trained with that; ``Outage`` where its
+        environment could not be reached for too long.
         """
         environment = self.environments[self.choose(prompt)]
-        why = ""
-        num_ends = Counter[type[Exception]]()  # of processes that it needs, by what they are
-        while max(num_ends.values(), default=0) < MAX_STARTS:
+        why, waiting = "", self.outages.waiting()
+        num_died = num_lost = 0  # of its hosts; of gateways
+        while num_died < MAX_STARTS and num_lost < MAX_LOST:
             session = Session(
                 prompt,
                 sampling,
@@ -123,14 +153,23 @@ class EpisodePlayer:
                 max_turns=environment.max_turns,
                 history=environment.history,
             )
-            session.on_turn = partial(_tell, on_turn, session, number, environment.name)
+            session.on_turn = partial(self._tell, on_turn, session, number, environment.name)
             try:
                 # at last alone: the others that it has died with may have been the reason
-                alone = num_ends[HostDied] == MAX_STARTS - 1
-                return await self._timed(environment, session, number, alone=alone)
+                alone = num_died == MAX_STARTS - 1
+                made = await self._timed(environment, session, number, alone=alone)
+                return _heeded(made, environment, prompt, number)
+            except EnvironmentUnreachable as error:
+                on_wait()
+                if not await waiting.pause(error):
+                    made = failed_at_once(environment.name, str(error))
+                    return _heeded(made, environment, prompt, number)
             except (SessionLost, HostDied) as error:
                 why = str(error)
-                num_ends[type(error)] += 1
+                if isinstance(error, SessionLost):
+                    num_lost += error.is_suspect
+                else:
+                    num_died += 1
                 self.num_restarts += 1
                 self.record(
                     "episode_restarted",
@@ -140,7 +179,10 @@ class EpisodePlayer:
                     problem=why,
                 )
                 log.warning("%s; an episode of %s starts again", why, environment.name)
-        raise EpisodeFailed(f"environment {environment.name}: {MAX_STARTS} times: {why}")
+        times = MAX_LOST if num_lost == MAX_LOST else MAX_STARTS
+        failure = f"environment {environment.name}: {times} times: {why}"
+        made = failed_at_once(environment.name, failure)
+        return _heeded(made, environment, prompt, number)
 
     async def _timed(
         self, environment: Environment, session: Session, number: int, *, alone: bool
@@ -201,14 +243,20 @@ class EpisodePlayer:
         except HostDied:
             raise
         except EnvironmentFailed as error:
+            if not records and isinstance(error, EnvironmentUnreachable):
+                raise  # it is nothing of the prompt's
             if not records:
-                raise EpisodeFailed(str(error)) from error
+                return failed_at_once(environment.name, str(error))
             return episode_completion(records, environment.name, 0.0, failure=str(error))
         if not records:
-            raise EpisodeFailed(f"environment {environment.name}: it asked the model for nothing")
+            failure = f"environment {environment.name}: it asked the model for nothing"
+            return failed_at_once(environment.name, failure)
         given = tuple(float(reward) for reward in outcome.turn_rewards)
         if len(given) not in (0, len(records)):
-            failure = f"it gave {len(given)} turn rewards for {len(records)} turns"
+            failure = (
+                f"environment {environment.name}: it gave {len(given)} turn rewards for "
+                f"{len(records)} turns"
+            )
             return episode_completion(records, environment.name, 0.0, failure=failure)
         return episode_completion(
             records,
@@ -218,25 +266,44 @@ class EpisodePlayer:
             turn_rewards=given,
         )
 
-
-def _tell(
-    on_turn: OnTurn,
-    session: Session,
-    sample: int,
-    environment: str,
-    records: Sequence[TurnRecord],
-) -> None:
-    """Tells of the newest of ``records``."""
-    *earlier, turn = records
-    parent, known = continued(turn.prompt_ids, earlier)
-    on_turn(
-        JournalledTurn(
-            session.prompt.key,
-            sample,
-            session.id,
-            environment,
-            parent,
-            turn.prompt_ids[known:],
-            turn.completion,
+    def _tell(
+        self,
+        on_turn: OnTurn,
+        session: Session,
+        sample: int,
+        environment: str,
+        records: Sequence[TurnRecord],
+    ) -> None:
+        """Tells of the newest of ``records``."""
+        self.outages.reached(environment)
+        *earlier, turn = records
+        parent, known = continued(turn.prompt_ids, earlier)
+        on_turn(
+            JournalledTurn(
+                session.prompt.key,
+                sample,
+                session.id,
+                environment,
+                parent,
+                turn.prompt_ids[known:],
+                turn.completion,
+            )
         )
-    )
+
+
+def _heeded(made: Completion, environment: Environment, prompt: Prompt, sample: int) -> Completion:
+    """``made``, unless it failed and its environment's ``on_failure`` has that raise."""
+    assert made.episode is not None
+    failure, mode = made.episode.failure, environment.on_failure
+    if failure is None or mode == "mask":
+        return made
+    if mode == "fail":
+        at = f" ({prompt.location})" if prompt.location else ""
+        raise RewardError(
+            f"a rollout failed on prompt {prompt.index} of epoch {prompt.epoch}{at}, sample "
+            f"{sample}: {failure}; correct it (environments[].on_failure=mask leaves such samples "
+            "out, =zero gives them reward 0)"
+        )
+    if not made.episode.turns:
+        raise EpisodeFailed(failure)
+    return made

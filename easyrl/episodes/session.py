@@ -32,7 +32,14 @@ class TurnRefused(Exception):
 
 
 class SessionLost(RuntimeError):
-    """A process died that an episode needs: it starts again, with the same seeds."""
+    """A process died that an episode needs: it starts again, with the same seeds.
+
+    ``is_suspect``: the episode may be the reason.
+    """
+
+    def __init__(self, message: str, *, is_suspect: bool = True) -> None:
+        super().__init__(message)
+        self.is_suspect = is_suspect
 
 
 @dataclass(eq=False)

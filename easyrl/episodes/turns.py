@@ -43,6 +43,19 @@ def continued(shown: np.ndarray, records: Sequence[TurnRecord]) -> tuple[int | N
     return parent, known
 
 
+def failed_at_once(environment: str, failure: str) -> Completion:
+    """An episode that has failed before its first turn: no tokens, of no endpoint."""
+    return Completion(
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        finish_reason="stop",
+        version_spans=(),
+        endpoint="",
+        loss_mask=np.zeros(0, bool),
+        episode=Episode((), environment, 0.0, {}, failure=failure),
+    )
+
+
 def episode_completion(
     records: Sequence[TurnRecord],
     environment: str,

@@ -21,6 +21,8 @@ class Settings(msgspec.Struct, array_like=True):
     chat_template_kwargs: dict[str, Any] = {}  # to each rendering
     tool_parser: str = "auto"  # how a sampled text says its tool calls: a name of ``tool_calls``
     max_body_bytes: int = 16 * 2**20  # of a request
+    max_long_bytes: int = 2**30  # of long bodies that wait to be rendered, of all sessions
+    max_context: int | None = None  # tokens that any endpoint takes; None: nobody says
     max_requests: int = 64  # open at once in one session
     max_sessions: int = 4096  # open at once
     body_timeout_s: float = 60.0  # in which a request's body has to arrive
@@ -92,8 +94,15 @@ class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
     stop_token_ids: tuple[int, ...] = ()
 
 
+class Working(msgspec.Struct, array_like=True, tag=2, gc=False):
+    """A long request is worked on: if the process ends meanwhile, it may be the reason."""
+
+    session: str
+    goes_on: bool  # else it is over
+
+
 Order: TypeAlias = Open | Close | Answer | Refused
-Request: TypeAlias = Ready | Ask
+Request: TypeAlias = Ready | Ask | Working
 
 encode = msgspec.msgpack.Encoder().encode
 decode_settings: Any = msgspec.msgpack.Decoder(Settings).decode

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from aiohttp import web
 
 from easyrl.gateway.messages import (
@@ -34,18 +35,20 @@ ENTRY = f"{__name__}:gateway_main"
 HOST = "127.0.0.1"
 ORDERS_BYTES = 2**18  # read at once
 MEMORY_SHARE = 0.25  # of the machine's: what floods it is to end here, and not the trainer
+BYTES_PER_BYTE = 220  # of memory, for a text that is tokenised; measured (tokenizers 0.23)
+BYTES_PER_PARSED_BYTE = 2  # ... that waits as an object
 BACKLOG = 1024  # connections that wait to be accepted
 
 
 def gateway_main(connection: socket.socket) -> None:
     """What the process runs, until the other end of ``connection`` is closed."""
     allow_open_files()
-    limit_memory(MEMORY_SHARE)
+    memory = limit_memory(MEMORY_SHARE)
     _do_without_torch()
     # a traceback for all bytes that are no HTTP: a client could fill the run's log with them; what
     # fails in our own handlers is logged there
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
-    asyncio.run(serve(connection))
+    asyncio.run(serve(connection, memory))
 
 
 def _do_without_torch() -> None:
@@ -54,8 +57,9 @@ def _do_without_torch() -> None:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 
-async def serve(connection: socket.socket) -> None:
-    """Serves what the first message says, until ``connection``'s other end is closed."""
+async def serve(connection: socket.socket, memory: int | None = None) -> None:
+    """Serves what the first message says, until ``connection``'s other end is closed; ``memory``:
+    bytes that this process may have, None: any number."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     frames, gateway, runner = FrameSplitter(), None, None
     try:
@@ -66,7 +70,8 @@ async def serve(connection: socket.socket) -> None:
                         gateway.obey(order)
                     continue
                 outbox = _Outbox(writer)
-                gateway, problem = _gateway(decode_settings(payload), outbox)
+                settings = within(decode_settings(payload), memory)
+                gateway, problem = _gateway(settings, outbox)
                 runner, port = await _started(gateway)
                 outbox.send(Ready(port, problem))
                 beating = asyncio.create_task(_beat(outbox, gateway))
@@ -80,13 +85,30 @@ async def serve(connection: socket.socket) -> None:
         writer.close()
 
 
+def within(settings: Settings, memory: int | None) -> Settings:
+    """``settings`` with limits of bodies that ``memory`` bytes are enough for: those that are
+    rendered at a time, and those that wait for them."""
+    if memory is None:
+        return settings
+    return msgspec.structs.replace(
+        settings,
+        max_body_bytes=min(settings.max_body_bytes, memory // (2 * BYTES_PER_BYTE)),
+        max_long_bytes=min(settings.max_long_bytes, memory // (4 * BYTES_PER_PARSED_BYTE)),
+    )
+
+
 def _gateway(settings: Settings, outbox: _Outbox) -> tuple[Gateway, str | None]:
     """The gateway, and why its template cannot continue what was sampled."""
     tokenizer = read_tokenizer(Path(settings.tokenizer))
     renderer: Renderer | None = None
     problem: str | None = "there is none"
     if settings.chat_template is not None or tokenizer.chat_template is not None:
-        renderer = Renderer(tokenizer, settings.chat_template, settings.chat_template_kwargs)
+        renderer = Renderer(
+            tokenizer,
+            settings.chat_template,
+            settings.chat_template_kwargs,
+            max_context=settings.max_context,
+        )
         problem = template_continues(renderer)
     return Gateway(settings, renderer, outbox.send), problem
 

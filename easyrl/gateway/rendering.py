@@ -31,6 +31,8 @@ class Renderer:
         tokenizer: PreTrainedTokenizerBase,
         chat_template: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        *,
+        max_context: int | None = None,
     ) -> None:
         if chat_template is None and tokenizer.chat_template is None:
             raise ValueError(
@@ -41,6 +43,9 @@ class Renderer:
         self._template, self._kwargs = chat_template, dict(kwargs or {})
         self._special_ids = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
         self.token_text = cache(self._token_text)
+        self.max_context = max_context
+        # in bytes, or more: byte-level vocabularies have a letter for each byte
+        self._longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
         self.sentinel = f"answer{secrets.token_hex(16)}"  # no message has it
 
     @property
@@ -75,12 +80,26 @@ class Renderer:
         return str(text)
 
     def ids(self, text: str) -> np.ndarray:
-        """int32 [P]. The template writes the special tokens. Raises ``BadRequest``."""
+        """int32 [P]. The template writes the special tokens. Raises ``BadRequest``: before it is
+        tokenised too, which takes 200 bytes of memory for each of its bytes."""
+        self._check_length(text)
         try:
             ids = self.tokenizer.encode(text, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError) as error:  # such as half a surrogate pair
             raise BadRequest("messages", f"no text that can be tokenised ({error})") from None
         return np.array(ids, dtype=np.int32)
+
+    def _check_length(self, text: str) -> None:
+        if self.max_context is None or len(text) <= self.max_context:
+            return
+        num_bytes = len(text.encode("utf-8", "replace"))
+        if num_bytes > self.max_context * self._longest_token:
+            raise BadRequest(
+                "messages",
+                f"This model's maximum context length is {self.max_context} tokens, and no text of "
+                f"{num_bytes} bytes has so few",
+                code="context_length_exceeded",
+            )
 
     def ids_behind(self, last_id: int, text: str) -> np.ndarray:
         """int32, of ``text`` that follows the token ``last_id``.

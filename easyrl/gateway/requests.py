@@ -69,6 +69,7 @@ RESERVED_KWARGS = {
     "tokenize",
     "tools",
 }
+MAX_MESSAGES = 10_000  # of a chat: so many short ones take seconds
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1000
 MAX_SHOWN = 80  # characters of a value in a message
 
@@ -166,6 +167,9 @@ class _Generate(msgspec.Struct):
 def chat_request(body: bytes, sampling: SamplingConfig) -> ChatRequest:
     """Raises ``BadRequest``; ``sampling`` is training's."""
     data = _json(body)
+    messages = data.get("messages")
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise BadRequest("messages", f"are {len(messages)}, at most {MAX_MESSAGES}")
     asked = _converted(data, _Chat)
     _check_forced(data, sampling)
     if asked.top_logprobs:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from easyrl.gateway.chat import ChatTurn, chat_turn, chunks, completion, sampled
 from easyrl.gateway.errors import GatewayError
 from easyrl.gateway.generate import generate_response
 from easyrl.gateway.history import AnsweredTurn, chain_of
-from easyrl.gateway.messages import Answer, Ask, Close, Open, Order, Refused, Settings
+from easyrl.gateway.long_requests import LongRequests, too_many
+from easyrl.gateway.messages import Answer, Ask, Close, Open, Order, Refused, Settings, Working
 from easyrl.gateway.prompts import ChatPrompt, chat_prompt
 from easyrl.gateway.questions import Questions, SampledTurn
 from easyrl.gateway.rendering import Renderer, renderable
@@ -46,14 +48,16 @@ class Gateway:
         self,
         settings: Settings,
         renderer: Renderer | None,
-        send: Callable[[Ask], object],
+        send: Callable[[Ask | Working], object],
     ) -> None:
         self._settings, self._renderer = settings, renderer
         template = "" if renderer is None else renderer.chat_template
         self._parser = parser_named(settings.tool_parser, template)
         self._sessions = Sessions(settings)
         self._questions = Questions(send)
+        self._send = send
         self._num_body_bytes = 0
+        self._long = LongRequests(settings.max_body_bytes, settings.max_long_bytes)
 
     def obey(self, order: Order) -> None:
         """Does what the trainer's process says."""
@@ -101,7 +105,8 @@ class Gateway:
 
     async def _generate(self, http: web.Request, session: Session) -> web.Response:
         body = await self._body(http)
-        request = generate_request(body, session.sampling)
+        async with self._worked_on(session, len(body)):
+            request = generate_request(body, session.sampling)
         if request.wants_text:
             self._require_renderer()
         sampled = await session.turn(
@@ -118,7 +123,8 @@ class Gateway:
 
     async def _chat(self, http: web.Request, session: Session) -> web.StreamResponse:
         body = await self._body(http)
-        request = chat_request(body, session.sampling)
+        async with self._worked_on(session, len(body)):
+            request = chat_request(body, session.sampling)
         renderer = self._require_renderer()
         waiting = session.turn(
             _request_id(http),
@@ -139,20 +145,21 @@ class Gateway:
         self, session: Session, request: ChatRequest, renderer: Renderer, num_bytes: int
     ) -> ChatTurn:
         """A turn of a chat: asked for, parsed and put into the session's history."""
-        messages = [renderable(message) for message in request.messages]
-        chain = chain_of([request.tools, request.template_kwargs], messages)
-        previous = session.history.longest(chain)
-        render = functools.partial(
-            chat_prompt,
-            renderer,
-            messages,
-            previous,
-            session.mode,
-            request.tools,
-            request.template_kwargs,
-        )
-        is_long = num_bytes > LONG_BODY_BYTES
-        prompt: ChatPrompt = await asyncio.to_thread(render) if is_long else render()
+        async with self._worked_on(session, num_bytes):
+            messages = [renderable(message) for message in request.messages]
+            chain = chain_of([request.tools, request.template_kwargs], messages)
+            previous = session.history.longest(chain)
+            render = functools.partial(
+                chat_prompt,
+                renderer,
+                messages,
+                previous,
+                session.mode,
+                request.tools,
+                request.template_kwargs,
+            )
+            is_long = num_bytes > LONG_BODY_BYTES
+            prompt: ChatPrompt = await asyncio.to_thread(render) if is_long else render()
         sampled = await self._questions.ask(session.id, prompt.ids, request.limits)
         stop = (*session.sampling.stop, *request.limits.stop)
         turn = chat_turn(renderer, self._parser, request, sampled, stop)
@@ -166,6 +173,21 @@ class Gateway:
         )
         session.history.record(chain, renderable(turn.message), answered)
         return turn
+
+    @asynccontextmanager
+    async def _worked_on(self, session: Session, num_bytes: int) -> AsyncIterator[None]:
+        """Inside, a request is parsed or rendered: a long one where there is room for it, and the
+        trainer's process is told before. Raises ``GatewayError`` where too many wait."""
+        if num_bytes <= LONG_BODY_BYTES:
+            yield
+            return
+        async with self._long.place(num_bytes):
+            self._send(Working(session.id, True))
+            await asyncio.sleep(0)  # it is on its way before anything can happen
+            try:
+                yield
+            finally:
+                self._send(Working(session.id, False))
 
     def _require_renderer(self) -> Renderer:
         if self._renderer is None:
@@ -181,7 +203,7 @@ class Gateway:
         if http.headers.get("Content-Encoding", "identity") != "identity":
             raise GatewayError(415, "Content-Encoding: send the body as it is")
         if self._num_body_bytes + num_bytes > max(MAX_BODIES_BYTES, limit):
-            raise GatewayError(429, "too many long requests at once; wait for an answer")
+            raise too_many()
         self._num_body_bytes += num_bytes
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):

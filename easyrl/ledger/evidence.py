@@ -180,7 +180,7 @@ class TurnEvidence:
             return
         starts = self._starts.get((file.attempt, file.rank))
         for number, stored in enumerate(entry.completions):
-            if stored.episode is None:
+            if stored.episode is None or not stored.episode.turns:
                 continue
             turns = trained_turns(to_completion(stored), group.key, number)
             digests = [turn_digest(turn) for turn in turns]

@@ -88,8 +88,10 @@ class BatchTotals:
             "repeated_ngrams": float(sum(each.num_repeated for each in ngrams)),
         }
         if group.scores:
-            rewards = group.rewards.astype(np.float64)
+            rewards = group.rewards[group.unmasked].astype(np.float64)
             sums |= {
+                "samples_scored": float(len(rewards)),
+                "samples_masked": float(len(group.scores) - len(rewards)),
                 "reward": float(rewards.sum()),
                 "reward_square": float(np.square(rewards).sum()),
                 "reward_std": float(rewards.std()),
@@ -230,13 +232,16 @@ def _update_metrics(update: Update) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if "reward" in sums:
         metrics = {
-            "reward/mean": _ratio(sums["reward"], responses),
-            "reward/std": _sample_std(sums["reward"], sums["reward_square"], responses),
+            "reward/mean": _ratio(sums["reward"], sums["samples_scored"]),
+            "reward/std": _sample_std(
+                sums["reward"], sums["reward_square"], sums["samples_scored"]
+            ),
             "reward/min": -totals.metrics.maxima["minus_reward"],
             "reward/max": totals.metrics.maxima["reward"],
             "reward/group_std": _ratio(sums["reward_std"], groups),
             "reward/flat_groups": _ratio(sums["flat_groups"], groups),
             "reward/failures": sums["reward_failures"],
+            "reward/masked": sums["samples_masked"],
         }
     metrics |= {
         "response/mean_tokens": _ratio(sums["response_tokens"], responses),

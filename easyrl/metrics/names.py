@@ -89,7 +89,15 @@ SECTIONS = (
                 trl="frac_reward_zero_std",
                 remark="TRL's is of the whole batch with `scale_rewards: batch`",
             ),
-            Metric("reward/failures", "count", "responses that a reward has failed on"),
+            Metric(
+                "reward/failures", "count", "responses whose reward, or whose rollout, has failed"
+            ),
+            Metric(
+                "reward/masked",
+                "count",
+                "of them, those that are left out of their groups and not trained "
+                "(`environments[].on_failure: mask`); no reward above counts them",
+            ),
             Metric(
                 "reward/<reward>/mean",
                 "reward",
@@ -482,6 +490,12 @@ SECTIONS = (
                 "calls that the model was told an error of",
             ),
             Metric("environment/<environment>/tool_s", "s", "of a call, mean"),
+            Metric(
+                "environment/<environment>/hung_threads",
+                "count",
+                "threads of its hosts, now, whose calls did not end in their time; none is not "
+                "reported",
+            ),
         ),
     ),
     Section(

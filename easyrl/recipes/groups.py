@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
+from easyrl.recipes.masked import put_back, said_of_unmasked, without_masked
 from easyrl.recipes.recipe import AdvantageInputs, Advantages, Recipe, RunSettings
 from easyrl.schema import (
     NOTHING_SAID,
@@ -26,11 +27,14 @@ def trained_groups(
 ) -> list[TrainedGroup]:
     """Advantages and loss weights of the tokens of ``groups`` that ``recipe`` trains.
 
-    ``batch_rewards``: ``group_statistics`` of all groups of the optimizer step, for scope
-    ``batch``. ``said``: of each of ``groups``, where the recipe asks models first. Raises
-    ``ValueError`` if what the recipe returns does not fit the groups.
+    Masked responses are left out, as if they were not of their groups. ``batch_rewards``:
+    ``group_statistics`` of all groups of the optimizer step, for scope ``batch``. ``said``: of each
+    of ``groups``, where the recipe asks models first. Raises ``ValueError`` if what the recipe
+    returns does not fit the groups.
     """
-    said = said or [NOTHING_SAID] * len(groups)
+    whole, said = groups, said or [NOTHING_SAID] * len(groups)
+    said = [said_of_unmasked(own, group) for own, group in zip(said, whole, strict=True)]
+    groups = [without_masked(group) for group in whole]
     if recipe.scope == "batch":
         inputs = AdvantageInputs(
             tuple(batch_rewards),
@@ -50,7 +54,8 @@ def trained_groups(
             name = type(recipe).__name__
             raise ValueError(f"{name}.{method} gave {len(made)} for {len(groups)}")
     rows = zip(groups, advantages, returns, strict=True)
-    return [trained_group(recipe, group, own, run, targets) for group, own, targets in rows]
+    trained = [trained_group(recipe, group, own, run, targets) for group, own, targets in rows]
+    return [put_back(own, group) for own, group in zip(trained, whole, strict=True)]
 
 
 def trained_group(
@@ -94,6 +99,7 @@ def group_statistics(
     recipe: Recipe, run: RunSettings, group: RolloutGroup, said: GroupOutputs = NOTHING_SAID
 ) -> np.ndarray:
     """What the ranks exchange of ``group``, for scope ``batch``."""
+    said, group = said_of_unmasked(said, group), without_masked(group)
     return recipe.batch_statistics(group, run, _inputs_of(group, said))
 
 

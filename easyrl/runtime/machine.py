@@ -64,13 +64,13 @@ def allow_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def limit_memory(share: float) -> None:
+def limit_memory(share: float) -> int | None:
     """What this process allocates beyond ``share`` of the machine's memory is a ``MemoryError``.
 
-    On Linux; elsewhere there is no such limit.
+    Returns how many bytes that is. On Linux; elsewhere there is no such limit, and None.
     """
     if sys.platform != "linux":
-        return
+        return None
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Data, not address space: threads reserve gigabytes of that and never use them.
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -78,3 +78,4 @@ def limit_memory(share: float) -> None:
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    return limit

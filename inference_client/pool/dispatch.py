@@ -73,6 +73,13 @@ class Dispatcher:
             group.leave()
             self._fill(endpoint)
 
+    def give_back(self, group: GroupAssignment) -> None:
+        """A sample of ``group`` does not come yet: the place that is held for it is anybody's."""
+        endpoint = group.endpoint
+        if endpoint is not None and group.num_reserved:
+            group.release(1)
+            self._fill(endpoint)
+
     async def place(self, group: GroupAssignment, avoid: Endpoint | None) -> Endpoint:
         """An endpoint for one sample of ``group``, as soon as one has room.
 

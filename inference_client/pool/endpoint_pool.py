@@ -128,6 +128,10 @@ class EndpointPool(Fleet):
         finally:
             self._dispatcher.leave(group)
 
+    def give_back(self, group: GroupAssignment) -> None:
+        """A sample of ``group`` comes later, or not at all: its place is anybody's."""
+        self._dispatcher.give_back(group)
+
     async def generate(
         self,
         prompt_token_ids: np.ndarray,

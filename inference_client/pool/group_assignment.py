@@ -51,8 +51,9 @@ class GroupAssignment:
     def __post_init__(self) -> None:
         self.need = Need(self.version)
 
-    def session(self) -> GroupAssignment:
-        """Of one of its samples, which asks several times; takes one of the places that are held.
+    def session(self, *, holds_place: bool = True) -> GroupAssignment:
+        """Of one of its samples, which asks several times; takes one of the places that are held,
+        unless it ``holds_place`` no more.
 
         It begins where the group is, and keeps to that endpoint while it lives.
         """
@@ -60,7 +61,8 @@ class GroupAssignment:
             self.rank, self.version, self.sample_tokens, 1, self.is_of_batch, True, self
         )
         own.endpoint = self.endpoint
-        self.release(1)
+        if holds_place:
+            self.release(1)
         return own
 
     def reserve(self, endpoint: Endpoint) -> None:

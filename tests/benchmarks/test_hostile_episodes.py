@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 import benchmarks.parts.hostile.episodes.environment  # noqa: F401 (fills the catalogue)
-from benchmarks.parts.hostile.episodes.accounts import EpisodeAccounts, compare_trained, told_by
+from benchmarks.parts.hostile.episodes.accounts import (
+    GATEWAY_DIED,
+    EpisodeAccounts,
+    compare_trained,
+    told_by,
+)
 from benchmarks.parts.hostile.episodes.catalogue import BEHAVIOURS
 from benchmarks.parts.hostile.episodes.plan import (
     PlannedPrompt,
@@ -19,7 +24,7 @@ from benchmarks.parts.hostile.episodes.plan import (
     plan_prompts,
     write_episode_prompts,
 )
-from easyrl.episodes.turns import TurnRecord, episode_completion
+from easyrl.episodes.turns import TurnRecord, episode_completion, failed_at_once
 from easyrl.runtime.seeding import sample_seed
 from easyrl.schema import Completion, Prompt
 from tests.easyrl.episodes.parts import IDS, sampled
@@ -32,7 +37,9 @@ def test_there_are_behaviours_of_each_kind_and_end() -> None:
     assert {each.kind for each in BEHAVIOURS.values()} == {
         "life", "process", "request", "reward", "socket", "tool"
     }  # fmt: skip
-    assert {each.ends for each in BEHAVIOURS.values()} == {"counts", "fails", "excluded"}
+    assert {each.ends for each in BEHAVIOURS.values()} == {
+        "counts", "fails", "silent", "rejected", "excluded"
+    }  # fmt: skip
 
 
 def test_each_behaviour_is_in_one_run_and_prompts_are_whole_batches(tmp_path: Path) -> None:
@@ -41,8 +48,8 @@ def test_each_behaviour_is_in_one_run_and_prompts_are_whole_batches(tmp_path: Pa
     assert names == dict.fromkeys(BEHAVIOURS, 1)
     for plan in plans:
         prompts = plan_prompts(plan, 8, 5)
-        excluded = [prompt for prompt in prompts if prompt.is_excluded]
-        assert len(prompts) == 40 + len(excluded)
+        replaced = [prompt for prompt in prompts if prompt.is_replaced]
+        assert len(prompts) == 40 + len(replaced)
         data = write_episode_prompts(tmp_path / "data.jsonl", prompts, tmp_path, 7)
         for index, line in enumerate(data.read_text().splitlines()):
             record, prompt = json.loads(line), prompts[index]
@@ -64,8 +71,11 @@ def episode(failure: str | None = None) -> Completion:
         (None, episode(), {TURN: 2}, "not trained as told"),
         (None, episode(), {}, "that nobody saw"),
         (None, episode("it broke"), {TURN: 1}, "failure is 'it broke'"),
+        (None, failed_at_once("wild", GATEWAY_DIED), {TURN: 1}, None),
         ("hangs", episode("it hung"), {}, None),
         ("hangs", episode(), {TURN: 1}, "failure is None"),
+        ("raises-before-it-asks", failed_at_once("wild", "it broke"), {TURN: 1}, None),
+        ("raises-before-it-asks", episode("it broke"), {}, "that nobody saw"),
         ("floods", episode(), {}, None),
         (
             "floods",

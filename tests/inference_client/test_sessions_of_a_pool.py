@@ -7,6 +7,7 @@ import contextlib
 
 import numpy as np
 
+from easyrl.build.episodes import EpisodeTurns
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.schema import Completion
@@ -77,6 +78,27 @@ async def test_each_session_takes_a_place_that_its_group_holds():
         assert before == 4 and endpoint.num_reserved == 0
         made = await asyncio.gather(*(turn(pool, each, seed) for seed, each in enumerate(sessions)))
         assert len(made) == len(server.requests) == 4
+    assert endpoint.num_reserved == endpoint.num_inflight == endpoint.outstanding_tokens == 0
+
+
+async def test_a_sample_that_comes_later_gives_the_place_that_is_held_for_it_back():
+    (server,) = group = servers(1)
+    async with pool_of(*group, max_inflight=2) as pool, contextlib.AsyncExitStack() as stack:
+        held = await stack.enter_async_context(pool.group(3, 4.0, V1, num_samples=2))
+        other = asyncio.ensure_future(opened(pool, stack))
+        await asyncio.sleep(0.05)
+        assert not other.done()  # all places are held
+        first, second = EpisodeTurns(pool, held), EpisodeTurns(pool, held)
+        for _ in range(2):
+            first.put_off()  # once for all
+        place = await asyncio.wait_for(other, 10)
+        assert held.num_reserved == 1
+        await asyncio.gather(
+            *(each(PROMPT, SAMPLING, 1) for each in (first, second)),
+            pool.generate(PROMPT, SAMPLING, 2, place),
+        )
+        assert len(server.requests) == 3
+        endpoint = pool.endpoints[0]
     assert endpoint.num_reserved == endpoint.num_inflight == endpoint.outstanding_tokens == 0
 
 

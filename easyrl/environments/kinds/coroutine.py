@@ -20,6 +20,9 @@ OWN_CLIENT = "easyrl.environments.client"
 class Coroutine:
     """The user's function, and the client that all its rollouts share connections of."""
 
+    max_rollouts: int | None = None  # open at a time; it does not say
+    num_hung_threads = 0  # beside those of the event loop
+
     def __init__(self, settings: dict[str, Any]) -> None:
         self._function = _function(Path(settings["file"]).resolve(), settings["function"])
         self._takes_own = _takes_own_client(self._function)

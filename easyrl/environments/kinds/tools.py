@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from easyrl.config import EnvironmentConfig
+from easyrl.environments.call_threads import num_hung
 from easyrl.environments.client import Connections
 from easyrl.environments.final_rewards import FinalRewards
 from easyrl.environments.tool_sources import tools_of
@@ -13,6 +14,13 @@ from easyrl.environments.tools import Tools, tool_episode
 
 class ToolLoop:
     """The tools of all sources, and the rewards of the last message."""
+
+    max_rollouts: int | None = None  # open at a time; it does not say
+
+    @property
+    def num_hung_threads(self) -> int:
+        """Of calls of tools and rewards that did not end in their time."""
+        return num_hung()
 
     def __init__(self, settings: dict[str, Any]) -> None:
         config = EnvironmentConfig.model_validate(settings)

@@ -24,6 +24,9 @@ class RolloutFailed(RuntimeError):
 class Verifiers:
     """The loaded environment, and the client that all its rollouts share connections of."""
 
+    max_rollouts: int | None = None  # open at a time; it does not say
+    num_hung_threads = 0  # beside those of the event loop
+
     def __init__(self, settings: dict[str, Any]) -> None:
         try:
             import verifiers

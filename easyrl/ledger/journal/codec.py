@@ -61,6 +61,7 @@ class _Score(StoredStruct):
     reward: float
     components: dict[str, float]
     failed: bool
+    masked: bool = False
 
 
 class GroupRecord(StoredStruct):
@@ -163,6 +164,7 @@ def to_record(group: RolloutGroup, weights: str) -> GroupRecord:
                 float(score.reward),
                 {name: float(value) for name, value in score.components.items()},
                 score.failed,
+                score.masked,
             )
             for score in group.scores
         ],
@@ -229,7 +231,7 @@ def to_group(
     return RolloutGroup(
         prompt=prompt,
         completions=tuple(to_completion(completion) for completion in record.completions),
-        scores=tuple(Score(s.reward, s.components, s.failed) for s in record.scores),
+        scores=tuple(Score(s.reward, s.components, s.failed, s.masked) for s in record.scores),
         policy_version=record.version,
         dispatched_s=dispatched_s,
         completed_s=completed_s,

@@ -17,7 +17,12 @@ import psutil
 import pytest
 
 from easyrl.config import EnvironmentConfig
-from easyrl.environments.failures import EnvironmentFailed, HostDied, RolloutHung
+from easyrl.environments.failures import (
+    EnvironmentFailed,
+    EnvironmentUnreachable,
+    HostDied,
+    RolloutHung,
+)
 from easyrl.environments.host_process import Outcome
 from easyrl.environments.hosts import EnvironmentHosts
 from easyrl.runtime.process_guard import marked_processes
@@ -508,3 +513,31 @@ def test_the_protocol_by_hand(tmp_path: Path) -> None:
         }
         process.stdin.close()
         assert process.wait(10) == 0
+
+
+UNREACHABLE = """
+import errno
+import socket
+
+async def rollout(client, prompt):
+    try:
+        if prompt.text == "refused":
+            socket.create_connection(("127.0.0.1", 1), timeout=1)
+        if prompt.text == "unknown":
+            raise socket.gaierror(-2, "Name or service not known")
+        if prompt.text == "no route":
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+        if prompt.text == "no file":
+            open("/no/such/file")
+    except OSError as error:
+        raise RuntimeError("the sandbox could not be made") from error
+"""
+
+
+@pytest.mark.parametrize("why", ["refused", "unknown", "no route", "no file"])
+async def test_a_connection_that_cannot_be_had_is_told_apart(tmp_path: Path, why: str):
+    environment = coroutine(tmp_path, UNREACHABLE)
+    async with ScriptedChat() as chat, running(environment) as hosts:
+        with pytest.raises(EnvironmentFailed, match="the sandbox could not be made") as caught:
+            await rollout(hosts, chat, why)
+    assert isinstance(caught.value, EnvironmentUnreachable) == (why != "no file")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import WSMsgType, web
 
 from easyrl.config import EnvironmentConfig
-from easyrl.environments.failures import EnvironmentFailed
+from easyrl.environments.failures import EnvironmentFailed, EnvironmentUnreachable
 from easyrl.environments.hosts import EnvironmentHosts
 from tests.easyrl.environments.environment_cases import prompt, rollout, running
 from tests.easyrl.environments.scripted_chat import ScriptedChat, refuses, says
@@ -38,13 +38,25 @@ class Countdown:
 
 
 @asynccontextmanager
-async def server(*, has_sessions: bool) -> AsyncIterator[str]:
-    shared = Countdown()
+async def server(*, has_sessions: bool, most: int = 100) -> AsyncIterator[str]:
+    shared, num_open = Countdown(), 0
 
     async def session(request: web.Request) -> web.StreamResponse:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         own = Countdown()
+        nonlocal num_open
+        if num_open >= most:
+            full = {"message": "full", "code": "CAPACITY_REACHED", "max_sessions": most}
+            await socket.send_json({"type": "error", "data": full})
+            return socket
+        num_open += 1
+        try:
+            return await answered(socket, own)
+        finally:
+            num_open -= 1
+
+    async def answered(socket: web.WebSocketResponse, own: Countdown) -> web.StreamResponse:
         async for message in socket:
             if message.type is not WSMsgType.TEXT or message.json()["type"] == "close":
                 break
@@ -131,6 +143,49 @@ async def test_a_server_that_cannot_be_used_is_said_at_the_start(url: str) -> No
         try:
             says_so = "ClientConnectorError" if is_missing else "set num_hosts to 1"
             with pytest.raises(EnvironmentFailed, match=says_so):
+                await hosts.start()
+        finally:
+            await hosts.close()
+
+
+@pytest.mark.parametrize("most", [1, 2, 100, None])
+async def test_how_many_rollouts_may_be_open_is_asked_for(most: int | None) -> None:
+    """A server refuses a session too many, and says then how many it serves; plain HTTP has one."""
+    async with server(has_sessions=most is not None, most=most or 1) as url:
+        environment = EnvironmentConfig(name="count", openenv=url)
+        async with running(environment) as hosts:
+            assert hosts.max_rollouts == {1: 1, 2: None, 100: None, None: 1}[most]
+        environment = EnvironmentConfig(name="count", openenv=url, max_rollouts=7)
+        async with running(environment) as hosts:
+            assert hosts.max_rollouts == 7
+
+
+async def test_a_full_server_is_no_failure_of_the_rollout() -> None:
+    async with (
+        server(has_sessions=True, most=2) as url,
+        ScriptedChat(lambda _: says("down"), delay_s=0.3) as chat,
+        running(EnvironmentConfig(name="count", openenv=url)) as hosts,
+    ):
+        runs = [asyncio.ensure_future(rollout(hosts, chat, session=str(n))) for n in range(3)]
+        made = await asyncio.gather(*runs, return_exceptions=True)
+        (refused,) = [each for each in made if isinstance(each, Exception)]
+        assert isinstance(refused, EnvironmentUnreachable) and "CAPACITY_REACHED" in str(refused)
+
+
+async def test_a_server_that_ends_is_unreachable() -> None:
+    async with AsyncExitStack() as opened:
+        url = await opened.enter_async_context(server(has_sessions=True))
+        chat = await opened.enter_async_context(ScriptedChat(lambda _: says("down")))
+        environment = EnvironmentConfig(name="count", openenv=url)
+        hosts = await opened.enter_async_context(running(environment))
+        other = AsyncExitStack()
+        gone = await other.enter_async_context(server(has_sessions=True))
+        await other.aclose()
+        assert (await rollout(hosts, chat, seed=1)).reward == 1.0
+    async with ScriptedChat() as chat:
+        hosts = EnvironmentHosts(EnvironmentConfig(name="count", openenv=gone))
+        try:
+            with pytest.raises(EnvironmentUnreachable):
                 await hosts.start()
         finally:
             await hosts.close()

@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from easyrl.config import EnvironmentConfig, RewardConfig, ToolsConfig
+from easyrl.environments.call_threads import num_hung
 from easyrl.environments.client import Connections, ToolCall
 from easyrl.environments.failures import EnvironmentFailed
 from easyrl.environments.hosts import EnvironmentHosts
@@ -194,18 +195,18 @@ async def test_what_a_call_is_answered(
 
 
 async def test_functions_that_hang_do_not_stand_in_the_way_of_others() -> None:
-    before = FunctionTool._stuck
+    before = num_hung()
     tools = tool_set(1.0)
     hanging = [tools.answer(ToolCall("id", "stuck", '{"seconds": 2}')) for _ in range(40)]
     asked = asyncio.gather(*hanging)
     await asyncio.sleep(0.1)
     assert await tools.answer(ToolCall("id", "add", '{"a": 2, "b": 3}')) == ("5", False)
     assert {failed for _, failed in await asked} == {True}
-    assert FunctionTool._stuck >= before + 40 - 1  # one of an earlier test may have ended
+    assert num_hung() >= before + 40 - 1  # one of an earlier test may have ended
     more = [tools.answer(ToolCall("id", "stuck", '{"seconds": 0.5}')) for _ in range(100)]
     assert await asyncio.gather(*more) == [("done", False)] * 100  # many at a time are none stuck
     await asyncio.sleep(1.0)
-    assert FunctionTool._stuck == 0
+    assert num_hung() == 0
 
 
 def half(kind: str) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from easyrl.config import HistoryMode, SamplingConfig
+from easyrl.config import HistoryMode, OnFailure, SamplingConfig
 from easyrl.environments.host_process import ToolCallTime
 from easyrl.episodes.session import Session
 from easyrl.schema import Completion, Prompt, VersionSpan
@@ -91,6 +91,8 @@ class Environment:
     name: str = "game"
     max_turns: int = 20
     history: HistoryMode = "keep"
+    on_failure: OnFailure = "mask"
+    num_hung_threads: int = 0
     alone: list[bool] = field(default_factory=list)  # of each start
 
     async def run(

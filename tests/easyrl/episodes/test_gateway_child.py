@@ -15,7 +15,7 @@ from easyrl.config import SamplingConfig
 from easyrl.episodes import gateway_child
 from easyrl.episodes.gateway_child import GatewayChild
 from easyrl.episodes.session import Session, SessionLost
-from easyrl.gateway.messages import Settings
+from easyrl.gateway.messages import Settings, Working, encode
 from easyrl.schema import GatewayGone, Prompt
 from tests.easyrl.episodes.parts import IDS, Endpoint
 from tests.easyrl.gateway.gateway_parts import chat_tokenizer
@@ -52,6 +52,31 @@ async def test_one_that_does_not_come_up_again_ends_the_run(
         with pytest.raises(GatewayGone, match="could not be started 3 times: exit code 1.*token"):
             async with gateway.serves(session()):
                 raise AssertionError
+    finally:
+        await gateway.close()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_those_that_were_worked_on_are_suspects_or_else_all(
+    tmp_path: Path, is_told: bool
+) -> None:
+    chat_tokenizer().save_pretrained(tmp_path)
+    gateway = GatewayChild(Settings(str(tmp_path)))
+    first, second = session(), session()
+    try:
+        await gateway.start()
+        async with gateway.serves(first), gateway.serves(second):
+            assert gateway.child is not None
+            gateway.on_message(encode([Working(second.id, True)]))
+            if is_told:
+                gateway.on_message(encode([Working(first.id, True), Working(second.id, False)]))
+            else:
+                gateway.on_message(encode([Working(second.id, False)]))
+            os.kill(gateway.child.process.pid, signal.SIGKILL)
+            await asyncio.wait([first.failed, second.failed])
+        for of, is_suspect in ((first, True), (second, not is_told)):
+            error = of.failed.exception()
+            assert isinstance(error, SessionLost) and error.is_suspect == is_suspect
     finally:
         await gateway.close()
 

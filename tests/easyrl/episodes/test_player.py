@@ -8,17 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from easyrl.config import HistoryMode, SamplingConfig
-from easyrl.environments.failures import EnvironmentFailed, HostDied, RolloutHung
+from easyrl.completion_check import completion_problem
+from easyrl.config import HistoryMode, OnFailure, SamplingConfig
+from easyrl.environments.failures import (
+    EnvironmentFailed,
+    EnvironmentUnreachable,
+    HostDied,
+    RolloutHung,
+)
+from easyrl.episodes.outages import EnvironmentOutages
 from easyrl.episodes.player import (
+    MAX_LOST,
     MAX_STARTS,
     EpisodeFailed,
     EpisodePlayer,
 )
 from easyrl.episodes.scorer import EpisodeScorer
 from easyrl.episodes.session import Session, SessionLost
+from easyrl.episodes.turns import failed_at_once
 from easyrl.inference_client.errors import Outage
-from easyrl.schema import Completion, Prompt
+from easyrl.schema import Completion, Prompt, RewardError
 from tests.easyrl.episodes.parts import IDS, Endpoint, Environment, OpenGateway, Rollout, Said
 
 PROMPT = Prompt(3, IDS, "q", None)
@@ -32,9 +41,10 @@ async def two_turns(session: Session, prompt: Prompt) -> Said:
     return Said(0.75, {"moves": 2.0})
 
 
-def player(rollout: Rollout, **settings: Any) -> EpisodePlayer:
+def player(rollout: Rollout, *, on_failure: OnFailure = "mask", **settings: Any) -> EpisodePlayer:
     gateway = OpenGateway()
-    return EpisodePlayer(gateway, [Environment(gateway, rollout)], lambda prompt: 0, **settings)
+    environment = Environment(gateway, rollout, on_failure=on_failure)
+    return EpisodePlayer(gateway, [environment], lambda prompt: 0, **settings)
 
 
 async def play(of: EpisodePlayer, endpoint: Endpoint) -> Completion:
@@ -89,14 +99,34 @@ async def test_an_episode_whose_process_dies_starts_again_with_the_same_seeds():
 
 async def test_one_that_dies_again_and_again_is_given_up():
     async def dies(session: Session, prompt: Prompt) -> Said:
-        raise SessionLost("its host has ended: SIGSEGV")
+        raise HostDied("game", "its host has ended: SIGSEGV")
 
     of = player(dies)
-    with pytest.raises(EpisodeFailed, match=f"environment game: {MAX_STARTS} times: .*SIGSEGV"):
-        await play(of, Endpoint())
-    (environment,) = of.environments
-    assert isinstance(environment, Environment)
-    assert environment.alone == [False] * MAX_STARTS  # in hosts that have not died
+    made = await play(of, Endpoint())
+    assert made.episode is not None and made.episode.turns == () and len(made.token_ids) == 0
+    said = f"environment game: {MAX_STARTS} times: environment game: its host has ended: SIGSEGV"
+    assert made.episode.failure == said
+
+
+async def test_one_with_which_the_gateway_dies_twice_has_failed_and_others_go_on():
+    """Those that were open and not worked on are played as often as it takes."""
+    ends = {"killer": [True] * 9, "other": [False] * 5}
+    starts = {name: 0 for name in ends}
+
+    def dies(name: str) -> Rollout:
+        async def rollout(session: Session, prompt: Prompt) -> Said:
+            starts[name] += 1
+            if ends[name]:
+                raise SessionLost("the gateway's process ended", is_suspect=ends[name].pop())
+            return await two_turns(session, prompt)
+
+        return rollout
+
+    killer = await play(player(dies("killer")), Endpoint())
+    assert killer.episode is not None and starts["killer"] == MAX_LOST == 2
+    assert killer.episode.failure == "environment game: 2 times: the gateway's process ended"
+    other = await play(player(dies("other")), Endpoint())
+    assert other.episode is not None and other.episode.failure is None and starts["other"] == 6
 
 
 async def test_the_last_start_is_alone_and_others_deaths_are_counted_apart():
@@ -122,8 +152,12 @@ async def test_own_code_that_fails_behind_a_turn_scores_nothing():
 
     made = await play(player(fails), Endpoint())
     assert made.episode is not None and "game.py:7" in str(made.episode.failure)
+    assert completion_problem(made) is None
     score = await EpisodeScorer().score_sample(PROMPT, made)
-    assert (score.reward, score.failed) == (0.0, True)
+    assert (score.reward, score.failed, score.masked) == (0.0, True, True)
+    zero = EpisodeScorer(on_failure={"game": "zero"})
+    score = await zero.score_sample(PROMPT, made)
+    assert (score.reward, score.failed, score.masked) == (0.0, True, False)
 
 
 @pytest.mark.parametrize("raises", [True, False])
@@ -133,8 +167,120 @@ async def test_without_a_turn_there_is_nothing_to_train(raises: bool):
             raise RolloutHung("game", "no request for 3 s")
         return Said(1.0)
 
-    with pytest.raises(EpisodeFailed, match="no request for 3 s" if raises else "for nothing"):
-        await play(player(silent), Endpoint())
+    problem = "no request for 3 s" if raises else "for nothing"
+    made = await play(player(silent), Endpoint())
+    assert made.episode is not None and problem in str(made.episode.failure)
+    assert completion_problem(made) is None and len(made.token_ids) == 0
+    with pytest.raises(EpisodeFailed, match=problem):  # reward 0 has no token to be trained with
+        await play(player(silent, on_failure="zero"), Endpoint())
+
+
+@pytest.mark.parametrize("num_turns", [0, 1])
+async def test_a_failure_ends_the_run_where_it_is_to(num_turns: int):
+    async def fails(session: Session, prompt: Prompt) -> Said:
+        for _ in range(num_turns):
+            await session.turn(IDS)
+        raise EnvironmentFailed("game", "KeyError: 'board'", "game.py:7")
+
+    with pytest.raises(RewardError) as caught:
+        await play(player(fails, on_failure="fail"), Endpoint())
+    said = str(caught.value)
+    assert "prompt 3 of epoch 0, sample 1: environment game: game.py:7: KeyError" in said
+    assert "environments[].on_failure=mask" in said
+
+
+async def test_a_group_without_any_turn_is_excluded():
+    failed = failed_at_once("game", "KeyError")
+    scorer = EpisodeScorer()
+    scores = [await scorer.score_sample(PROMPT, failed) for _ in range(2)]
+    with pytest.raises(EpisodeFailed, match="KeyError"):
+        await scorer.score_group(PROMPT, [failed, failed], scores)
+    made = await play(player(two_turns), Endpoint())
+    scores = [scores[0], await scorer.score_sample(PROMPT, made)]
+    masked, other = await scorer.score_group(PROMPT, [failed, made], scores)
+    assert masked.masked and (other.reward, other.masked) == (0.75, False)
+
+
+def unreachable() -> EnvironmentUnreachable:
+    return EnvironmentUnreachable("game", "ConnectionRefusedError: [Errno 111]", "game.py:7")
+
+
+async def test_what_cannot_be_reached_is_tried_again():
+    events: list[str] = []
+    missing = [unreachable(), unreachable()]
+
+    async def flaky(session: Session, prompt: Prompt) -> Said:
+        if missing:
+            raise missing.pop()
+        assert of.outages.any
+        return await two_turns(session, prompt)
+
+    record = lambda kind, **values: events.append(kind)  # noqa: E731
+    outages = EnvironmentOutages(60.0, first_pause_s=0.01, record=record)
+    of = player(flaky, outages=outages)
+    made = await play(of, Endpoint())
+    assert made.episode is not None and made.episode.failure is None
+    assert events == ["environment_unreachable", "environment_reached"] and not outages.any
+
+
+async def test_an_environment_that_stays_away_is_an_outage():
+    async def away(session: Session, prompt: Prompt) -> Said:
+        raise unreachable()
+
+    of = player(away, on_failure="fail", outages=EnvironmentOutages(0.2, first_pause_s=0.01))
+    with pytest.raises(Outage, match=r"game.py:7: ConnectionRefused.*\nfor 0.2 s \(inference"):
+        await asyncio.wait_for(play(of, Endpoint()), 10)
+
+
+async def test_a_rollout_that_alone_cannot_connect_has_failed():
+    async def away(session: Session, prompt: Prompt) -> Said:
+        of.outages.reached("game")  # by others
+        raise unreachable()
+
+    of = player(away, outages=EnvironmentOutages(0.1, first_pause_s=0.01))
+    made = await asyncio.wait_for(play(of, Endpoint()), 10)
+    assert made.episode is not None and "ConnectionRefused" in str(made.episode.failure)
+
+
+async def test_a_connection_that_is_lost_behind_a_turn_is_a_failure():
+    async def loses(session: Session, prompt: Prompt) -> Said:
+        await session.turn(IDS)
+        raise unreachable()
+
+    made = await asyncio.wait_for(play(player(loses), Endpoint()), 10)
+    assert made.episode is not None and made.episode.failure is not None
+    assert len(made.episode.turns) == 1
+
+
+def failing_scorer(**settings: Any) -> EpisodeScorer:
+    return EpisodeScorer(groups_per_batch=3, num_generations=2, **settings)
+
+
+@pytest.mark.parametrize("mode", ["mask", "zero"])
+async def test_a_batch_of_failures_alone_ends_the_run(mode: OnFailure):
+    failed, made = failed_at_once("game", "KeyError"), await play(player(two_turns), Endpoint())
+    scorer = failing_scorer(on_failure={"game": mode})
+    for completion in [*[failed] * 5, made, *[failed] * 5]:
+        await scorer.score_sample(PROMPT, completion)
+    with pytest.raises(RewardError) as caught:
+        await scorer.score_sample(PROMPT, failed)
+    said = str(caught.value)
+    assert said.startswith("environments: all 6 rollouts of game in a row failed")
+    assert f"on_failure={mode}" in said and "KeyError; correct it" in said
+
+
+async def test_an_environment_whose_rollouts_all_fail_over_a_batch_ends_the_run():
+    failed, made = failed_at_once("maze", "KeyError"), await play(player(two_turns), Endpoint())
+    scorer = failing_scorer()
+    for completion in [made, failed, made, failed, made, failed]:
+        await scorer.score_sample(PROMPT, completion)
+    with pytest.raises(RewardError, match="all 4 rollouts of maze in a row failed"):
+        await scorer.score_sample(PROMPT, failed)  # six of both since its first
+    few = failing_scorer()
+    for completion in [failed, *[made] * 40, failed, failed]:
+        await few.score_sample(PROMPT, completion)
+    with pytest.raises(RewardError, match="all 4 rollouts of maze"):  # two groups' at least
+        await few.score_sample(PROMPT, failed)
 
 
 async def test_turn_rewards_have_to_be_as_many_as_turns():
@@ -144,7 +290,7 @@ async def test_turn_rewards_have_to_be_as_many_as_turns():
 
     made = await play(player(wrong), Endpoint())
     assert made.episode is not None
-    assert made.episode.failure == "it gave 2 turn rewards for 1 turns"
+    assert made.episode.failure == "environment game: it gave 2 turn rewards for 1 turns"
 
     async def right(session: Session, prompt: Prompt) -> Said:
         await session.turn(IDS)

@@ -24,6 +24,7 @@ from easyrl.gateway.messages import (
     Ready,
     Refused,
     Settings,
+    Working,
     decode_requests,
     encode,
 )
@@ -104,6 +105,7 @@ class Trainer:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, connection: socket.socket) -> None:
         self.tokenizer = tokenizer
         self.asked: list[Ask] = []
+        self.working: list[Working] = []
         self.answered: list[list[int]] = []  # sampled ids
         self.says: list[Any] = []
         self.finish_reason = "stop"
@@ -135,6 +137,8 @@ class Trainer:
                 for request in decode_requests(payload):
                     if isinstance(request, Ready):
                         self.ready.set_result(request)
+                    elif isinstance(request, Working):
+                        self.working.append(request)
                     else:
                         task = asyncio.create_task(self._answer(request))
                         tasks.add(task)

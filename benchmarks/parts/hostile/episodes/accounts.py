@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts.hostile.episodes.plan import PlannedPrompt
+from benchmarks.parts.hostile.episodes.plan import ALL, PlannedPrompt
 from benchmarks.parts.hostile.episodes.scene import ANSWERED, HAPPENED, WRONG
 from benchmarks.parts.trained_contents import requests_of
+from easyrl.episodes.player import MAX_LOST
 from easyrl.ledger.recorded_run import RecordedRun
 from easyrl.runtime.seeding import sample_seed
 from easyrl.schema import Completion, Prompt
 
+GATEWAY_DIED = f"{MAX_LOST} times: the gateway's process ended"
 Turn = tuple[tuple[int, ...], tuple[int, ...]]  # ids shown, ids sampled
 
 
@@ -28,13 +30,15 @@ class EpisodeAccounts:
     """Attributes:
     happened: how often, by behaviour.
     num_turns: trained ones that were compared.
-    num_excluded: groups that had to be, and were, with a reason.
+    num_replaced: groups that had to be, and were, with a reason.
+    num_bystanders: samples that were left out as the gateway had died twice while they were open.
     """
 
     happened: Counter[str] = field(default_factory=Counter)
     num_turns: int = 0
-    num_excluded: int = 0
-    lost: list[str] = field(default_factory=list)  # excluded, and had not to be
+    num_replaced: int = 0
+    num_bystanders: int = 0
+    lost: list[str] = field(default_factory=list)  # replaced, and had not to be
     wrong: list[str] = field(default_factory=list)  # trained otherwise than it was told
     problems: list[str] = field(default_factory=list)  # any other
 
@@ -50,12 +54,12 @@ def keep_accounts(
     for v in range(run.num_batches):
         outcomes = {group.key: group for group in run.batch(v).groups}
         for (_, index), group in outcomes.items():
-            if group.outcome == "excluded":
-                _excluded(kept, index, prompts[index], group.reason)
+            if group.outcome in ALL:
+                _replaced(kept, index, prompts[index], group.outcome, group.reason)
         trained = frozenset(key for key, group in outcomes.items() if group.outcome == "trained")
         for (epoch, index), group in run.groups(v, trained).items():
-            if prompts[index].is_excluded:
-                kept.problems.append(f"{_name(index, prompts[index])}: was trained, not excluded")
+            if prompts[index].is_replaced:
+                kept.problems.append(f"{_name(index, prompts[index])}: was trained, not replaced")
             for number, completion in enumerate(group.completions):
                 seed = sample_seed(run_seed, epoch, index, number)
                 compare_trained(
@@ -64,13 +68,17 @@ def keep_accounts(
     return kept
 
 
-def _excluded(kept: EpisodeAccounts, index: int, prompt: PlannedPrompt, reason: str | None) -> None:
-    if not prompt.is_excluded:
-        kept.lost.append(f"{_name(index, prompt)}: excluded: {reason}")
+def _replaced(
+    kept: EpisodeAccounts, index: int, prompt: PlannedPrompt, outcome: str, reason: str | None
+) -> None:
+    if not prompt.is_replaced:
+        kept.lost.append(f"{_name(index, prompt)}: {outcome}: {reason}")
+    elif prompt.behaviour is not None and prompt.behaviour.ends != outcome:
+        kept.problems.append(f"{_name(index, prompt)}: {outcome}: {reason}")
     elif not reason:
-        kept.problems.append(f"{_name(index, prompt)}: excluded without a reason")
+        kept.problems.append(f"{_name(index, prompt)}: {outcome} without a reason")
     else:
-        kept.num_excluded += 1
+        kept.num_replaced += 1
 
 
 def compare_trained(
@@ -92,13 +100,21 @@ def compare_trained(
     turns = Counter((tuple(r.prompt_ids.tolist()), tuple(r.token_ids.tolist())) for r in requests)
     kept.num_turns += turns.total()
     acts = number in prompt.acting
+    ends = prompt.behaviour.ends if acts and prompt.behaviour is not None else "counts"
+    if ends == "silent":
+        told = Counter()  # what it was answered is kept in no sample
+    failure = None if completion.episode is None else completion.episode.failure
+    is_bystander = failure is not None and ends == "counts" and GATEWAY_DIED in failure
+    if is_bystander:  # open at two deaths of which nobody knows the reason
+        kept.num_bystanders += 1
+        told = Counter()
     if told - turns:
         kept.wrong.append(f"{name}: {(told - turns).total()} answers are not trained as told")
-    if not acts and turns - told:
+    if (not acts or ends == "silent") and turns - told:
         kept.wrong.append(f"{name}: {(turns - told).total()} turns are trained that nobody saw")
-    failure = None if completion.episode is None else completion.episode.failure
-    has_to_fail = acts and prompt.behaviour is not None and prompt.behaviour.ends == "fails"
-    if (failure is not None) != has_to_fail:
+    if is_bystander:
+        return
+    if (failure is not None) != (ends in ("fails", "silent")):
         kept.problems.append(f"{name}: failure is {failure!r}")
 
 

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from benchmarks.parts.hostile.episodes.scene import Scene
 
 Kind = Literal["life", "reward", "request", "socket", "process", "tool"]
-# What has to become of an episode: trained; trained with a failure and no reward; its group is
-# excluded, with a reason.
-Ends = Literal["counts", "fails", "excluded"]
+# What has to become of an episode: trained; failed, and left out with its turns, or without one; or
+# of its group, all of whose samples act: rejected, excluded, with a reason.
+Ends = Literal["counts", "fails", "silent", "rejected", "excluded"]
 Act = Callable[["Scene"], Awaitable[Any]]
 
 

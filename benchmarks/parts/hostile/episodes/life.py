@@ -17,6 +17,7 @@ from benchmarks.parts.hostile.episodes.turns import behave, first_turn
 GIGABYTE = 2**30
 LONG_S = 1000.0
 NUM_THREADS, NUM_PROCESSES = 100, 5
+NUM_HUNG = 40  # more than a host may have before it is replaced
 _tasks: list[asyncio.Task[None]] = []  # the loop itself does not keep them
 
 
@@ -28,7 +29,7 @@ async def hangs(scene: Scene) -> None:
     await asyncio.Event().wait()
 
 
-@behaviour("life", "excluded")
+@behaviour("life", "silent")
 async def hangs_before_it_asks(scene: Scene) -> None:
     """It asks for nothing at all."""
     scene.happened()
@@ -55,11 +56,54 @@ async def blocks_its_loop(scene: Scene) -> None:
     time.sleep(LONG_S)
 
 
-@behaviour("life", "excluded")
+@behaviour("life", "silent")
 async def raises_before_it_asks(scene: Scene) -> None:
     """An exception before the first turn."""
     scene.happened()
     raise ValueError("nothing will come of this")
+
+
+@behaviour("life", "excluded")
+async def none_of_a_group_asks(scene: Scene) -> None:
+    """All samples of a prompt raise before their first turn."""
+    scene.happened()
+    raise KeyError("the record has no board")
+
+
+@behaviour("life", "rejected")
+async def all_of_a_group_fail(scene: Scene) -> None:
+    """All samples of a prompt raise behind their first turn."""
+    await first_turn(scene)
+    scene.happened()
+    raise KeyError("the board has no such field")
+
+
+@behaviour("life")
+async def cannot_connect_at_first(scene: Scene) -> float:
+    """What it needs refuses connections until it has tried three times."""
+    tries = scene.folder / f"tries-{scene.prompt.seed}"
+    with tries.open("a") as file:
+        file.write(".")
+    if len(tries.read_text()) <= 2:
+        try:
+            await asyncio.open_connection("127.0.0.1", 1)
+        except OSError as error:
+            raise RuntimeError("the sandbox cannot be had") from error
+    scene.happened()
+    return await behave(scene)
+
+
+@behaviour("life")
+async def leaves_threads_that_hang(scene: Scene) -> float:
+    """Calls in threads run out of time, more than there are threads in asyncio's own pool."""
+    calls = [asyncio.to_thread(time.sleep, LONG_S) for _ in range(NUM_HUNG)]
+    ended = await asyncio.gather(
+        *(asyncio.wait_for(call, 1.0) for call in calls), return_exceptions=True
+    )
+    scene.check({type(each) for each in ended} == {TimeoutError}, str(ended))
+    await asyncio.wait_for(asyncio.to_thread(int), 10.0)  # there is one for this
+    scene.happened()
+    return await behave(scene)
 
 
 @behaviour("life", "fails")

@@ -18,6 +18,8 @@ from benchmarks.parts.chaos.attempt import Attempt, StartAttempt
 from benchmarks.parts.chaos.verdict import certificate_verdict
 from benchmarks.parts.hostile.episodes.accounts import EpisodeAccounts, keep_accounts
 from benchmarks.parts.hostile.episodes.catalogue import BEHAVIOURS, EpisodeBehaviour
+from benchmarks.parts.hostile.episodes.failing_runs import RUNS as FAILING_RUNS
+from benchmarks.parts.hostile.episodes.failing_runs import run_failing
 from benchmarks.parts.hostile.episodes.plan import (
     NUM_SAMPLES,
     EpisodesPlan,
@@ -115,6 +117,11 @@ def run_episodes(
             for plan in plan_episodes(chosen, num_runs, seed):
                 _run(site, plan, total)
             _run_missed(site, chosen, num_runs, total)
+            if len(chosen) == len(BEHAVIOURS):
+                wrong = run_failing(folder, model, CONFIG, [f"run.seed={seed}", *overrides])
+                total.runs += len(FAILING_RUNS)
+                total.crashed += len(wrong)
+                total.problems += wrong
     for problem in total.problems:
         print(problem)
     print(f"{time.monotonic() - start_s:.0f} s; calm run: {total.calm_mb:.0f} MB")
@@ -191,7 +198,8 @@ def _judge(
     return (
         f"{accounts.num_turns} turns of {check.num_responses} episodes agree within "
         f"{check.largest:.1e} nats (a batch before: {check.visible or 0:.2f}), "
-        f"{accounts.num_excluded} groups excluded; "
+        f"{accounts.num_replaced} groups replaced, "
+        f"{accounts.num_bystanders} bystanders of gateways left out; "
     )
 
 

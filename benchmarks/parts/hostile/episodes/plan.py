@@ -13,6 +13,7 @@ from easyrl.runtime.seeding import sample_seed
 
 NUM_SAMPLES = 4  # of a group
 ACTING = (1, 3)  # of its samples; the others behave
+ALL = ("rejected", "excluded")  # what becomes of a group of which all act
 DIGITS = 6  # of a prompt
 
 
@@ -38,8 +39,9 @@ class PlannedPrompt:
     acting: tuple[int, ...]  # numbers of samples
 
     @property
-    def is_excluded(self) -> bool:
-        return self.behaviour is not None and self.behaviour.ends == "excluded"
+    def is_replaced(self) -> bool:
+        """By another prompt: none of its samples is trained."""
+        return self.behaviour is not None and self.behaviour.ends in ALL
 
 
 def plan_episodes(
@@ -57,17 +59,21 @@ def plan_episodes(
 
 
 def plan_prompts(plan: EpisodesPlan, batch_size: int, num_batches: int) -> list[PlannedPrompt]:
-    """As many as are drawn: whole batches, and one more for each that is to be excluded."""
+    """As many as are drawn: whole batches, and one more for each that is to be replaced."""
     chosen = [] if plan.is_calm else list(plan.behaviours)
-    prompts = [
-        PlannedPrompt(each, ACTING[:1] if each.ends == "excluded" else ACTING) for each in chosen
-    ]
-    num_prompts = batch_size * num_batches + sum(prompt.is_excluded for prompt in prompts)
+    prompts = [PlannedPrompt(each, _acting(each)) for each in chosen]
+    num_prompts = batch_size * num_batches + sum(prompt.is_replaced for prompt in prompts)
     if num_prompts < len(prompts):
         raise ValueError(f"{len(prompts)} behaviours in {num_prompts} prompts; take more runs")
     prompts += [PlannedPrompt(None, ())] * (num_prompts - len(prompts))
     random.Random(plan.seed).shuffle(prompts)
     return prompts
+
+
+def _acting(behaviour: EpisodeBehaviour) -> tuple[int, ...]:
+    if behaviour.ends in ALL:
+        return tuple(range(NUM_SAMPLES))
+    return ACTING[:1] if behaviour.ends == "silent" else ACTING
 
 
 def write_episode_prompts(

@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 
 from benchmarks.parts.hostile.episodes.catalogue import behaviour
-from benchmarks.parts.hostile.episodes.scene import Scene
+from benchmarks.parts.hostile.episodes.scene import TOKENS, Scene
 from benchmarks.parts.hostile.episodes.turns import first_turn
 
 GATEWAY = b"easyrl.gateway.process"
 MOST_DESCRIPTORS = 4096
+NUM_IDS = 4_000_000  # of a request that takes the gateway a second
 
 
 @behaviour("process", once=True)
@@ -51,7 +52,7 @@ async def stops_its_host(scene: Scene) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@behaviour("process", "excluded")
+@behaviour("process", "silent")
 async def dies_every_time(scene: Scene) -> None:
     """Its host ends whenever the episode is played."""
     await first_turn(scene)
@@ -112,19 +113,37 @@ async def stops_the_gateway(scene: Scene) -> float:
     return await _signal_gateway(scene, signal.SIGSTOP)
 
 
+@behaviour("process", "silent")
+async def kills_the_gateway_again_and_again(scene: Scene) -> None:
+    """The gateway dies of a long request of its, whenever the episode is played."""
+    await first_turn(scene)
+    body = b'{"token_ids": [' + b"7," * NUM_IDS + b"7]}"
+    asking = asyncio.create_task(scene.ask(TOKENS, body))
+    await asyncio.sleep(0.4)  # it is being read
+    for pid in _gateways(scene):
+        scene.happened()
+        os.kill(pid, signal.SIGKILL)
+    await asking
+    scene.check(False, "the request was answered")
+
+
 async def _signal_gateway(scene: Scene, number: signal.Signals) -> float:
     await first_turn(scene)
+    for pid in _gateways(scene):  # none where it has just been killed
+        scene.happened()
+        os.kill(pid, number)
+    await first_turn(scene)  # which has no answer any more
+    return scene.reward
+
+
+def _gateways(scene: Scene) -> list[int]:
     found = [
         int(path.parent.name)
         for path in Path("/proc").glob("[0-9]*/cmdline")
         if _parent_of(path.parent) == os.getppid() and GATEWAY in path.read_bytes()
     ]
     scene.check(len(found) <= 1, f"{len(found)} gateways")
-    for pid in found:  # none where it has just been killed
-        scene.happened()
-        os.kill(pid, number)
-    await first_turn(scene)  # which has no answer any more
-    return scene.reward
+    return found
 
 
 def _parent_of(process: Path) -> int:
