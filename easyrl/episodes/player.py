@@ -34,6 +34,8 @@ def ignore_turn(turn: JournalledTurn) -> None:
 MAX_STARTS = 3  # of an episode whose host dies
 MAX_LOST = 2  # starts with which the gateway died, and may have died of it
 
+NEWS_S = 0.3  # in which the end of the gateway is known here, once a client has seen it
+
 
 class EpisodeFailed(RuntimeError):
     """There is no turn to be trained of an episode, or of any of a group, which is excluded."""
@@ -217,6 +219,9 @@ class EpisodePlayer:
                 ends: list[asyncio.Future[Any]] = [rollout, session.failed]
                 try:
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                    if rollout.done() and rollout.exception() is not None:
+                        # its client may have heard of the gateway's end before anybody here
+                        await asyncio.wait([session.failed], timeout=NEWS_S)
                     if session.failed.done():
                         session.failed.result()  # raises what the run ends with
                 finally:
