@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from easyrl.config import HistoryMode, OnFailure, SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed, EnvironmentUnreachable, HostDied
 from easyrl.episodes.outages import EnvironmentOutages
-from easyrl.episodes.rooms import Members, Order, RolloutRoom
+from easyrl.episodes.rooms import Members, Rank, RolloutRoom
 from easyrl.episodes.session import Generate, Session, SessionLost
 from easyrl.episodes.times import EpisodeTimes, ToolCall, tell_spans
 from easyrl.episodes.turns import TurnRecord, continued, episode_completion, failed_at_once
@@ -118,11 +118,11 @@ class EpisodePlayer:
         return self.times.taken() | told
 
     def group(
-        self, prompt: Prompt, num_members: int, order: Order
+        self, prompt: Prompt, num_members: int, rank: Rank
     ) -> AbstractAsyncContextManager[Members]:
         """The turn of a group: entered when one of its episodes at least may be played; inside,
         each is to be played in a ``Members.place``."""
-        return self.rooms[self.choose(prompt)].group(num_members, order)
+        return self.rooms[self.choose(prompt)].group(num_members, rank)
 
     async def play(
         self,
