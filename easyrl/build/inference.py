@@ -158,11 +158,10 @@ class Inference:
                     leave = await held.enter_async_context(room.places(num_generations))
                 expected, own = lengths.of(prompt.index), priority if room is None else LAST
                 members, num_beginning = None, num_generations
+                rank = self.pool.rank(own, expected)
                 if self.episodes is not None:
-                    is_shortest_first = config.inference.dispatch == "shortest_first"
-                    order = own, expected if is_shortest_first else 0.0
                     members = await held.enter_async_context(
-                        self.episodes.group(prompt, num_generations, order)
+                        self.episodes.group(prompt, num_generations, rank)
                     )
                     num_beginning = members.num_held
                 place = await held.enter_async_context(
@@ -171,9 +170,9 @@ class Inference:
                         expected,
                         version,
                         num_samples=num_beginning,
-                        priority=own,
                         sampling=sampling,
                         is_of_batch=is_of_batch,
+                        rank=rank,
                     )
                 )
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from easyrl.config import HistoryMode, OnFailure, SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed, EnvironmentUnreachable, HostDied
 from easyrl.episodes.outages import EnvironmentOutages
-from easyrl.episodes.rooms import Members, Order, RolloutRoom
+from easyrl.episodes.rooms import Members, Rank, RolloutRoom
 from easyrl.episodes.session import Generate, Session, SessionLost
 from easyrl.episodes.times import EpisodeTimes, ToolCall, tell_spans
 from easyrl.episodes.turns import TurnRecord, continued, episode_completion, failed_at_once
@@ -33,6 +33,8 @@ def ignore_turn(turn: JournalledTurn) -> None:
 
 MAX_STARTS = 3  # of an episode whose host dies
 MAX_LOST = 2  # starts with which the gateway died, and may have died of it
+
+NEWS_S = 0.3  # in which the end of the gateway is known here, once a client has seen it
 
 
 class EpisodeFailed(RuntimeError):
@@ -116,11 +118,11 @@ class EpisodePlayer:
         return self.times.taken() | told
 
     def group(
-        self, prompt: Prompt, num_members: int, order: Order
+        self, prompt: Prompt, num_members: int, rank: Rank
     ) -> AbstractAsyncContextManager[Members]:
         """The turn of a group: entered when one of its episodes at least may be played; inside,
         each is to be played in a ``Members.place``."""
-        return self.rooms[self.choose(prompt)].group(num_members, order)
+        return self.rooms[self.choose(prompt)].group(num_members, rank)
 
     async def play(
         self,
@@ -217,6 +219,9 @@ class EpisodePlayer:
                 ends: list[asyncio.Future[Any]] = [rollout, session.failed]
                 try:
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                    if rollout.done() and rollout.exception() is not None:
+                        # its client may have heard of the gateway's end before anybody here
+                        await asyncio.wait([session.failed], timeout=NEWS_S)
                     if session.failed.done():
                         session.failed.result()  # raises what the run ends with
                 finally:

@@ -14,8 +14,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-Order = tuple[int, float]  # priority, expected length: smaller goes first
-Key = tuple[bool, Order, int, int]  # a group's, not a member's; order; group; number of asking
+# of a group, as the pool of endpoints has it: priority, expected length, order of asking
+Rank = tuple[int, float, int]
+Key = tuple[bool, Rank, int]  # a group's, not a member's; the group's rank; number of asking
 MOST = 4096  # without another limit
 
 
@@ -36,24 +37,23 @@ class RolloutRoom:
         self._is_due = False
 
     @asynccontextmanager
-    async def group(self, num_members: int, order: Order) -> AsyncIterator[Members]:
+    async def group(self, num_members: int, rank: Rank) -> AsyncIterator[Members]:
         """Entered when one member at least may be played."""
-        number = next(self._numbers)
-        await self.take(True, order, number)
+        await self.take(True, rank)
         num_free = max(0, min(self.limit() - self.num_open, num_members - 1))
         if self._waiting:  # others are before its further members
             num_free = 0
         self.num_open += num_free
-        members = Members(self, order, number, 1 + num_free)
+        members = Members(self, rank, 1 + num_free)
         try:
             yield members
         finally:
             self.give_back(members.num_held)
 
-    async def take(self, is_first: bool, order: Order, group: int) -> None:
+    async def take(self, is_first: bool, rank: Rank) -> None:
         """Waits for a place, which is taken then; ``is_first``: with it the group begins."""
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        key = is_first, order, group, next(self._numbers)
+        key = is_first, rank, next(self._numbers)
         heapq.heappush(self._waiting, (key, place))
         self._look_soon()
         try:
@@ -88,8 +88,7 @@ class Members:
     """The members of a group that has begun."""
 
     room: RolloutRoom
-    order: Order
-    number: int  # of the group
+    rank: Rank  # of the group
     num_held: int  # places for those that have not begun
 
     @asynccontextmanager
@@ -98,7 +97,7 @@ class Members:
         if self.num_held:
             self.num_held -= 1
         else:
-            await self.room.take(False, self.order, self.number)
+            await self.room.take(False, self.rank)
         try:
             yield
         finally:

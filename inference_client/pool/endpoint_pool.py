@@ -36,7 +36,7 @@ from easyrl.inference_client.pool.dispatch import NeedChanged
 from easyrl.inference_client.pool.endpoint import Endpoint, Need
 from easyrl.inference_client.pool.endpoint_list import EndpointState
 from easyrl.inference_client.pool.fleet import Fleet
-from easyrl.inference_client.pool.group_assignment import GroupAssignment
+from easyrl.inference_client.pool.group_assignment import GroupAssignment, Rank
 from easyrl.schema import Completion, other_run
 from easyrl.timeline.spans import FAILED, AddSpan, ignore_span
 
@@ -90,6 +90,12 @@ class EndpointPool(Fleet):
         self._orders = itertools.count()
         self._idle_s = 0.0
 
+    def rank(self, priority: int, expected_tokens: float) -> Rank:
+        """The place of a group that asks now: before those that ask later, unless one of them has a
+        lower ``priority`` or is shorter."""
+        first = expected_tokens if self._config.dispatch == "shortest_first" else 0.0
+        return priority, first, next(self._orders)
+
     @asynccontextmanager
     async def group(
         self,
@@ -101,18 +107,19 @@ class EndpointPool(Fleet):
         priority: int = 0,
         sampling: SamplingConfig | None = None,
         is_of_batch: bool = True,
+        rank: Rank | None = None,
     ) -> AsyncIterator[GroupAssignment]:
         """The turn of a group: its samples are to be asked for inside, with this place.
 
         Waits for room at an endpoint, lower ``priority`` first (the update of the batch that trains
         it), then shorter groups (``inference.dispatch``); with ``sampling`` at one whose context
         has room for the samples. With ``is_of_batch`` the batch's limits of requests in flight hold
-        from now on. Raises ``NoEndpointError``, ``PromptTooLong``.
+        from now on. ``rank``: its place among the others, of one that has waited elsewhere since.
+        Raises ``NoEndpointError``, ``PromptTooLong``.
         """
         if is_of_batch:
             self.limits.hold()
-        first = expected_tokens if self._config.dispatch == "shortest_first" else 0.0
-        rank = (priority, first, next(self._orders))
+        rank = rank or self.rank(priority, expected_tokens)
         tokens = num_prompt_tokens + int(expected_tokens)
         group = GroupAssignment(rank, version, tokens, num_samples, is_of_batch)
         while True:

@@ -228,7 +228,7 @@ async def test_an_environment_that_stays_away_is_an_outage():
         raise unreachable()
 
     of = player(away, on_failure="fail", outages=EnvironmentOutages(0.2, first_pause_s=0.01))
-    with pytest.raises(Outage, match=r"game.py:7: ConnectionRefused.*\nfor 0.2 s \(inference"):
+    with pytest.raises(Outage, match=r"game.py:7: ConnectionRefused.*\nfor 0.. s \(inference"):
         await asyncio.wait_for(play(of, Endpoint()), 10)
 
 
@@ -281,6 +281,22 @@ async def test_an_environment_whose_rollouts_all_fail_over_a_batch_ends_the_run(
         await few.score_sample(PROMPT, completion)
     with pytest.raises(RewardError, match="all 4 rollouts of maze"):  # two groups' at least
         await few.score_sample(PROMPT, failed)
+
+
+async def test_a_failure_of_the_gateways_end_is_none_of_the_rollout():
+    """The client has heard of it first."""
+    lost: list[Session] = []
+
+    async def disconnected(session: Session, prompt: Prompt) -> Said:
+        if lost:
+            return await two_turns(session, prompt)
+        lost.append(session)
+        later = SessionLost("the gateway's process ended")
+        asyncio.get_running_loop().call_later(0.05, session.fail, later)
+        raise EnvironmentFailed("game", "ServerDisconnectedError: Server disconnected")
+
+    made = await play(player(disconnected), Endpoint())
+    assert made.episode is not None and made.episode.failure is None
 
 
 async def test_turn_rewards_have_to_be_as_many_as_turns():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 
@@ -17,11 +18,13 @@ class Play:
     def __init__(self, room: RolloutRoom, num_members: int = 3) -> None:
         self.room, self.num_members = room, num_members
         self.began: list[str] = []
+        self.numbers = itertools.count()
         self.most = 0
         self.is_open = 0
 
     async def group(self, name: str, length: float = 0.0, priority: int = 0) -> None:
-        async with self.room.group(self.num_members, (priority, length)) as members:
+        rank = priority, length, next(self.numbers)
+        async with self.room.group(self.num_members, rank) as members:
 
             async def rollout(number: int) -> None:
                 async with members.place():
@@ -65,7 +68,7 @@ async def test_the_limit_may_change():
 async def test_whoever_is_cancelled_leaves_no_place_taken():
     room = RolloutRoom(lambda: 2)
     async with AsyncExitStack() as held:
-        first = await held.enter_async_context(room.group(3, (0, 0.0)))
+        first = await held.enter_async_context(room.group(3, (0, 0.0, 0)))
         assert (first.num_held, room.num_open) == (2, 2)
         waiting = [asyncio.ensure_future(_enter(room)) for _ in range(3)]
         await asyncio.sleep(0.01)
@@ -85,5 +88,5 @@ async def test_whoever_is_cancelled_leaves_no_place_taken():
 
 
 async def _enter(room: RolloutRoom) -> None:
-    async with room.group(1, (0, 0.0)):
+    async with room.group(1, (0, 0.0, 1)):
         await asyncio.sleep(0)
