@@ -16,6 +16,10 @@ class EnvironmentFailed(Exception):
         return f"environment {self.environment}: {place}{self.cause}"
 
 
+class OutOfTurns(EnvironmentFailed):
+    """It let the gateway's refusal of a turn beyond ``max_turns`` pass: its own end, no fault."""
+
+
 class RolloutHung(EnvironmentFailed):
     """It made no request for longer than ``idle_timeout_s``, and was cancelled."""
 

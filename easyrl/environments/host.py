@@ -9,9 +9,9 @@ socket ``DESCRIPTOR``, or over standard input and output. In, the first line: ``
 Python's own; once that is answered by ``ready``: ``{"type": "start", "id", "base_url", "api_key",
 "model", "prompt", "seed"}`` and ``{"type": "cancel", "id"}``. Out: ``ready``, or ``failed`` without
 an id; for each start one of ``{"type": "done", "id", "reward", "components", "turn_rewards"}``,
-``{"type": "failed", "id", "error", "where", "traceback"}`` and ``{"type": "cancelled", "id"}``,
-each with ``"tool_calls"``, the first ``MOST_TOOL_CALLS``: name, start and end in seconds of
-``time.monotonic``, which the machine's processes share, and whether it was an error;
+``{"type": "failed", "id", "error", "where", "traceback", "out_of_turns"}`` and ``{"type":
+"cancelled", "id"}``, each with ``"tool_calls"``, the first ``MOST_TOOL_CALLS``: name, start and end
+in seconds of ``time.monotonic``, which the machine's processes share, and whether it was an error;
 ``beat`` each second that the event loop is alive; ``{"type": "output", "text", "dropped"}``, what
 the environment has printed, at most ``OUTPUT_CHARACTERS`` each second.
 """
@@ -42,6 +42,7 @@ MOST_COMPONENTS = 256
 MOST_TURN_REWARDS = 100_000
 MOST_TOOL_CALLS = 10_000
 NAME_CHARACTERS = 200
+OUT_OF_TURNS = "max_turns_exceeded"  # the gateway's code where max_turns refuses a turn
 LARGEST = 3.4028234663852886e38  # that a float32 holds, in which rewards are trained
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -84,7 +85,8 @@ def result_of(value: Any) -> dict[str, Any]:
     """``reward``, ``components`` and ``turn_rewards`` of what a rollout returned.
 
     A number is the reward; a mapping, or an object with such attributes, has ``reward`` and may
-    have the others. Raises ``NoResult``.
+    have the others. ``turn_rewards`` are numbers in the order in which turns were answered, or by
+    the turns' ids. Raises ``NoResult``.
     """
     if _is_number(value):
         return {"reward": _number(value, "reward"), "components": {}, "turn_rewards": []}
@@ -112,7 +114,16 @@ def result_of(value: Any) -> dict[str, Any]:
             str(name)[:NAME_CHARACTERS]: _number(part, f"components[{str(name)[:50]!r}]")
             for name, part in components.items()
         },
-        "turn_rewards": [_number(part, "turn_rewards") for part in turn_rewards],
+        "turn_rewards": _turn_rewards(turn_rewards),
+    }
+
+
+def _turn_rewards(given: Any) -> list[float] | dict[str, float]:
+    if not hasattr(given, "items"):
+        return [_number(part, "turn_rewards") for part in given]
+    return {
+        str(turn)[:NAME_CHARACTERS]: _number(part, f"turn_rewards[{str(turn)[:50]!r}]")
+        for turn, part in given.items()
     }
 
 
@@ -134,7 +145,11 @@ def _number(value: Any, what: str) -> float:
 
 
 def failure_of(error: BaseException, own_file: str | None) -> dict[str, Any]:
-    """``error``, on one line, ``where`` in the user's code it came from, and its ``traceback``."""
+    """``error``, on one line, ``where`` in the user's code it came from, and its ``traceback``.
+
+    ``out_of_turns``: it is the gateway's refusal of a turn beyond ``max_turns``, or was raised from
+    it.
+    """
     leaf = error
     while parts := getattr(leaf, "exceptions", None):  # a group's first says more than the group
         leaf = parts[0]
@@ -144,14 +159,36 @@ def failure_of(error: BaseException, own_file: str | None) -> dict[str, Any]:
             said = " ".join(str(leaf).split())
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         where = _where(leaf, own_file)
+        out_of_turns = _is_out_of_turns(error)
     except Exception as of_text:  # a user's may not tell what it is, or where
         said = lines = f"{type(leaf).__name__} (its text raises {type(of_text).__name__})"
-        where = own_file
+        where, out_of_turns = own_file, False
     return {
         "error": said[:ERROR_CHARACTERS],
         "where": where,
         "traceback": lines[-TRACEBACK_CHARACTERS:],
+        "out_of_turns": out_of_turns,
     }
+
+
+def _is_out_of_turns(error: BaseException) -> bool:
+    """By the code of ``error``, of those of a group, and of those that they were raised from.
+
+    What a handler of the refusal raises by itself is a fault of its own.
+    """
+    seen: list[BaseException] = []
+    waiting: list[BaseException] = [error]
+    while waiting:
+        each = waiting.pop()
+        if any(each is other for other in seen):
+            continue
+        if getattr(each, "code", None) == OUT_OF_TURNS:
+            return True
+        seen.append(each)
+        waiting += getattr(each, "exceptions", ())
+        if each.__cause__ is not None:
+            waiting.append(each.__cause__)
+    return False
 
 
 def _where(error: BaseException, own_file: str | None) -> str | None:

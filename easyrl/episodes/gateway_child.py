@@ -150,6 +150,6 @@ class GatewayChild(ReportingChild):
         except TurnRefused as error:
             answer: Order = Refused(asked.number, error.status, str(error), error.code)
         else:
-            answer = Answer.of(asked.number, made)
+            answer = Answer.of(asked.number, made.completion, made.id)
         if child is self.child:  # else it is a number of another process's
             self.post(answer)

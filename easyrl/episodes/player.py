@@ -13,12 +13,17 @@ from functools import partial
 from typing import Any, Protocol
 
 from easyrl.config import HistoryMode, SamplingConfig
-from easyrl.environments.failures import EnvironmentFailed, HostDied
+from easyrl.environments.failures import EnvironmentFailed, HostDied, OutOfTurns
 from easyrl.episodes.session import Generate, Session, SessionLost
 from easyrl.episodes.times import EpisodeTimes, ToolCall, tell_spans
-from easyrl.episodes.turns import TurnRecord, continued, episode_completion
+from easyrl.episodes.turns import (
+    TurnRecord,
+    continued,
+    episode_completion,
+    rewards_of_turns,
+)
 from easyrl.metrics.event_log import Record, ignore
-from easyrl.schema import Completion, JournalledTurn, Prompt
+from easyrl.schema import MAX_TURNS, Completion, JournalledTurn, Prompt
 from easyrl.timeline.spans import AddSpan, ignore_span
 
 log = logging.getLogger(__name__)
@@ -45,7 +50,7 @@ class Outcome(Protocol):
     @property
     def components(self) -> Mapping[str, float]: ...
     @property
-    def turn_rewards(self) -> Sequence[float]: ...
+    def turn_rewards(self) -> Sequence[float] | Mapping[str, float]: ...
     @property
     def tool_calls(self) -> Sequence[ToolCall]: ...
 
@@ -188,14 +193,16 @@ class EpisodePlayer:
             session.failed.result()
         if rollout.exception() is None:
             calls += rollout.result().tool_calls
-        return self._completion(environment, session.records, rollout)
+        return self._completion(environment, session, rollout)
 
     def _completion(
         self,
         environment: Environment,
-        records: Sequence[TurnRecord],
+        session: Session,
         rollout: asyncio.Future[Outcome],
     ) -> Completion:
+        records = session.records
+        ended_by = MAX_TURNS if session.is_out_of_turns else None
         try:
             outcome = rollout.result()
         except HostDied:
@@ -203,19 +210,22 @@ class EpisodePlayer:
         except EnvironmentFailed as error:
             if not records:
                 raise EpisodeFailed(str(error)) from error
+            if ended_by is not None and isinstance(error, OutOfTurns):
+                return episode_completion(records, environment.name, 0.0, finish_reason=ended_by)
             return episode_completion(records, environment.name, 0.0, failure=str(error))
         if not records:
             raise EpisodeFailed(f"environment {environment.name}: it asked the model for nothing")
-        given = tuple(float(reward) for reward in outcome.turn_rewards)
-        if len(given) not in (0, len(records)):
-            failure = f"it gave {len(given)} turn rewards for {len(records)} turns"
-            return episode_completion(records, environment.name, 0.0, failure=failure)
+        try:
+            given = rewards_of_turns(records, outcome.turn_rewards)
+        except ValueError as error:
+            return episode_completion(records, environment.name, 0.0, failure=str(error))
         return episode_completion(
             records,
             environment.name,
             float(outcome.reward),
             components=dict(outcome.components),
             turn_rewards=given,
+            finish_reason=ended_by,
         )
 
 

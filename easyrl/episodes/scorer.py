@@ -18,7 +18,7 @@ class EpisodeScorer:
     that fails does.
     """
 
-    truncated_reward: float | None = None  # of an episode whose last turn was cut off
+    truncated_reward: float | None = None  # of an episode that is (``Completion.truncated``)
 
     async def score_sample(self, prompt: Prompt, completion: Completion) -> Score:
         episode = completion.episode

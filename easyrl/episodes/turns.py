@@ -16,6 +16,12 @@ class TurnRecord:
 
     prompt_ids: np.ndarray  # int32 [P], all that the model was shown
     completion: Completion  # what it sampled
+    id: str = ""  # what its client knows it by
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [R], those that were sampled."""
+        return self.completion.token_ids
 
     @property
     def num_tokens(self) -> int:
@@ -43,6 +49,28 @@ def continued(shown: np.ndarray, records: Sequence[TurnRecord]) -> tuple[int | N
     return parent, known
 
 
+def rewards_of_turns(
+    records: Sequence[TurnRecord], given: Sequence[float] | Mapping[str, float]
+) -> tuple[float, ...]:
+    """The rewards of ``records``, one each, or none where none are given.
+
+    ``given``: in the order of ``records``; or by turn id, where a turn without one has 0. Raises
+    ``ValueError`` if they are of other turns.
+    """
+    if isinstance(given, Mapping):
+        ids = [record.id for record in records]
+        if unknown := sorted(given.keys() - set(ids)):
+            shown = f"{ids[0]} to {ids[-1]}" if len(ids) > 1 else ids[0]
+            raise ValueError(
+                f"turn_rewards: there is no turn {unknown[0]!r:.80} in the episode; its "
+                f"{len(ids)} are {shown}, the id (request_id) of each answer"
+            )
+        return tuple(float(given.get(turn, 0.0)) for turn in ids) if given else ()
+    if len(given) not in (0, len(records)):
+        raise ValueError(f"it gave {len(given)} turn rewards for {len(records)} turns")
+    return tuple(map(float, given))
+
+
 def episode_completion(
     records: Sequence[TurnRecord],
     environment: str,
@@ -51,12 +79,13 @@ def episode_completion(
     components: Mapping[str, float] | None = None,
     turn_rewards: tuple[float, ...] = (),
     failure: str | None = None,
+    finish_reason: str | None = None,
 ) -> Completion:
     """The tree of ``records``, at least one, in the order in which they were recorded.
 
     A turn whose prompt begins with another's tokens continues it (``continued``). Any other prompt,
     of a history that was tokenised anew, cut or begun by another agent, is a root: nothing is
-    aligned.
+    aligned. ``finish_reason``: the last turn's if it is None.
     """
     assert records
     turns: list[Turn] = []
@@ -85,7 +114,7 @@ def episode_completion(
     return Completion(
         token_ids=np.concatenate(tokens).astype(np.int32),
         logprobs=logprobs,
-        finish_reason=last.finish_reason,
+        finish_reason=finish_reason or last.finish_reason,
         version_spans=tuple(spans),
         endpoint=last.endpoint,
         loss_mask=mask,

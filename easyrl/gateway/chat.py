@@ -142,7 +142,7 @@ def usage(sampled: SampledTurn) -> dict[str, int]:
 def _head(turn: ChatTurn, model: str, kind: str) -> dict[str, Any]:
     sampled = turn.sampled
     return {
-        "id": f"chatcmpl-{sampled.id}",
+        "id": sampled.id,
         "object": kind,
         "created": sampled.created,
         "model": model,

@@ -52,9 +52,10 @@ class Answer(msgspec.Struct, array_like=True, tag=2, gc=False):
     finish_reason: str
     version_spans: tuple[VersionSpan, ...]
     endpoint: str  # URL
+    turn: str  # its id
 
     @classmethod
-    def of(cls, number: int, made: Completion) -> Answer:
+    def of(cls, number: int, made: Completion, turn: str) -> Answer:
         return cls(
             number,
             np.asarray(made.token_ids, np.int32).tobytes(),
@@ -62,6 +63,7 @@ class Answer(msgspec.Struct, array_like=True, tag=2, gc=False):
             made.finish_reason,
             made.version_spans,
             made.endpoint,
+            turn,
         )
 
 

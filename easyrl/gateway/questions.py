@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -26,7 +25,7 @@ class SampledTurn:
     logprobs: np.ndarray  # float32 [R]
     finish_reason: str
     version_spans: tuple[VersionSpan, ...]
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str  # by which its environment may reward it
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -56,6 +55,7 @@ class Questions:
             np.frombuffer(answer.logprobs, np.float32),
             answer.finish_reason,
             answer.version_spans,
+            answer.turn,
         )
 
     def answered(self, told: Answer | Refused) -> None:

@@ -29,6 +29,7 @@ from easyrl.gateway.tool_calls import parser_named
 log = logging.getLogger(__name__)
 
 GENERATE, CHAT, MODELS = "/inference/v1/generate", "/v1/chat/completions", "/v1/models"
+TURN_HEADER = "X-Turn-Id"  # of an answer that is no stream
 BELOW = "/sessions/{session}"  # the routes once more; without it a header names the session
 MAX_BODIES_BYTES = 2**30  # that are being read at once
 LONG_BODY_BYTES = 2**18  # such a chat is rendered in a thread: the others go on meanwhile
@@ -111,7 +112,8 @@ class Gateway:
         if request.wants_text:
             stop = (*session.sampling.stop, *request.limits.stop)
             text, _ = sampled_texts(self._require_renderer(), sampled, stop)
-        return json_response(generate_response(sampled, request, self._settings.model, text))
+        told = generate_response(sampled, request, self._settings.model, text)
+        return _turn_response(told, sampled)
 
     async def _sampled(self, session: Session, request: GenerateRequest) -> SampledTurn:
         return await self._questions.ask(session.id, request.token_ids, request.limits)
@@ -127,7 +129,8 @@ class Gateway:
         )
         model = self._settings.model
         if not request.stream:
-            return json_response(completion(await waiting, request, renderer, model))
+            turn = await waiting
+            return _turn_response(completion(turn, request, renderer, model), turn.sampled)
         return await stream(
             http,
             asyncio.ensure_future(waiting),
@@ -198,6 +201,12 @@ class Gateway:
 def json_response(content: Any, status: int = 200) -> web.Response:
     body = orjson.dumps(content)
     return web.Response(body=body, status=status, content_type="application/json")
+
+
+def _turn_response(content: Any, sampled: SampledTurn) -> web.Response:
+    response = json_response(content)
+    response.headers[TURN_HEADER] = sampled.id
+    return response
 
 
 def _request_id(http: web.Request) -> str | None:

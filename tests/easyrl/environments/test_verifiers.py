@@ -112,6 +112,15 @@ async def test_the_end_of_the_context_is_an_end_and_its_rubric_judges(tmp_path: 
     assert outcome.reward == pytest.approx(0.5)  # for the one guess that it had room for
 
 
+async def test_behind_the_last_turn_that_the_run_allows_its_rubric_judges(tmp_path: Path) -> None:
+    refused = "max_turns_exceeded: an episode has at most 1 turns (max_turns of its environment)"
+    answers = iter([says("3"), refuses(400, refused, "max_turns_exceeded")])
+    async with ScriptedChat(lambda _: next(answers)) as chat:
+        async with running(environment(tmp_path, "guessing", weight_of_speed=0.5)) as hosts:
+            outcome = await rollout(hosts, chat, prompt(answer="4"))
+    assert outcome.reward == pytest.approx(0.5)  # for the one guess that it was allowed
+
+
 async def test_an_environment_that_is_not_there(tmp_path: Path) -> None:
     hosts = EnvironmentHosts(environment(tmp_path, "nothing_of_that_name"))
     try:

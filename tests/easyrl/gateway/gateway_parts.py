@@ -159,7 +159,8 @@ def answer_of(number: int, ids: list[int], finish_reason: str = "stop") -> Answe
     logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / 8
     spans = (VersionSpan(STAMP, 0, len(ids)),)
     sampled = np.array(ids, np.int32).tobytes()
-    return Answer(number, sampled, logprobs.tobytes(), finish_reason, spans, "http://endpoint")
+    said = sampled, logprobs.tobytes(), finish_reason, spans, "http://endpoint"
+    return Answer(number, *said, f"turn-{SESSION}-{number}")
 
 
 class Served:
