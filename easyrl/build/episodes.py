@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from easyrl.completion_check import Vocabulary
 from easyrl.config import Config, ConfigError, SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed
 from easyrl.environments.hosts import EnvironmentHosts
@@ -16,6 +17,7 @@ from easyrl.episodes.gateway_child import GatewayChild
 from easyrl.episodes.player import EpisodePlayer
 from easyrl.episodes.session import Generate
 from easyrl.gateway.messages import Settings
+from easyrl.gateway.tool_parsers import unread_calls
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.metrics.event_log import Record, ignore
@@ -30,6 +32,7 @@ def open_episodes(
     opened: ExitStack,
     thread: LoopThread,
     pool: EndpointPool,
+    vocabulary: Vocabulary,
     record: Record = ignore,
 ) -> EpisodePlayer | None:
     """Starts the gateway and the hosts on the producer's loop; None for a run without environments.
@@ -38,7 +41,7 @@ def open_episodes(
     """
     if not config.environments:
         return None
-    gateway = GatewayChild(gateway_settings(config))
+    gateway = GatewayChild(gateway_settings(config, vocabulary))
     opened.callback(lambda: thread.run(gateway.close()))
     try:
         problem = thread.run(gateway.start())
@@ -46,6 +49,7 @@ def open_episodes(
         raise ConfigError(str(error)) from error
     if problem is not None:
         log.warning("environments: the chat template cannot continue a conversation: %s", problem)
+    tell_tool_parser(config, gateway.tool_parser)
     hosts = []
     for number, environment in enumerate(config.environments):
         of = EnvironmentHosts(environment)
@@ -71,6 +75,22 @@ def open_episodes(
     )
 
 
+def tell_tool_parser(config: Config, chosen: str | None) -> None:
+    """Raises ``ConfigError`` where an environment needs one and there is none."""
+    if chosen is not None:
+        log.info(
+            "environments: tool calls are read in the way %s (data.tool_parser: %s)",
+            chosen,
+            config.data.tool_parser,
+        )
+        return
+    problem = f"data.tool_parser: {unread_calls()}"
+    for number, environment in enumerate(config.environments):
+        if environment.kind == "tools":
+            raise ConfigError(f"{problem} (for environments[{number}].tools)")
+    log.warning("%s; until then requests with tools are refused", problem)
+
+
 def _close(thread: LoopThread, hosts: EnvironmentHosts) -> None:
     thread.run(hosts.close())
 
@@ -88,12 +108,14 @@ def session_of(pool: EndpointPool, group: GroupAssignment) -> Generate:
     return generate
 
 
-def gateway_settings(config: Config) -> Settings:
-    """The tokenizer and chat template that prompts are rendered with."""
+def gateway_settings(config: Config, vocabulary: Vocabulary) -> Settings:
+    """The tokenizer and chat template that prompts are rendered with, and how turns end."""
     data = config.data
     own = None if data.chat_template is None else data.chat_template.read_text(encoding="utf-8")
     return Settings(
         tokenizer=str(config.model.tokenizer_path),
         chat_template=own,
         chat_template_kwargs=dict(data.chat_template_kwargs),
+        tool_parser=data.tool_parser,
+        end_ids=None if vocabulary.end_ids is None else sorted(vocabulary.end_ids),
     )

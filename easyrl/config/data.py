@@ -9,6 +9,8 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from easyrl.config.base import FilePath, Section
 
+ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"]
+
 
 class FieldsConfig(Section):
     """Names of the dataset's fields."""
@@ -37,6 +39,8 @@ class DatasetConfig(Section):
     apply_chat_template: bool = True  # false: the prompt's text as it is
     chat_template: FilePath | None = None  # a Jinja file; default: the tokenizer's own
     chat_template_kwargs: dict[str, Any] = {}  # e.g. enable_thinking
+    tool_parser: ToolParserName = "auto"  # how the model writes tool calls, named as in vLLM, for
+    # environments; auto: as the chat template shows it
     max_prompt_tokens: PositiveInt = 1024  # of a prompt, templates included
     on_long_prompt: Literal["skip", "fail"] = "skip"  # what to do with one that has more
     on_bad_record: Literal["fail", "skip"] = "fail"  # what to do with a record that cannot be read

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from easyrl.config import HistoryMode
+from easyrl.config import HistoryMode, ToolParserName
 from easyrl.schema import Completion, VersionSpan
 
 
@@ -19,7 +19,8 @@ class Settings(msgspec.Struct, array_like=True):
     model: str = "policy"  # its name in answers and in ``/v1/models``
     chat_template: str | None = None  # Jinja; None: the tokenizer's own
     chat_template_kwargs: dict[str, Any] = {}  # to each rendering
-    tool_parser: str = "auto"  # how a sampled text says its tool calls: a name of ``tool_calls``
+    tool_parser: ToolParserName = "auto"  # how a sampled text says its tool calls
+    end_ids: list[int] | None = None  # each ends a turn; None: not known
     max_body_bytes: int = 16 * 2**20  # of a request
     max_requests: int = 64  # open at once in one session
     max_sessions: int = 4096  # open at once
@@ -81,6 +82,7 @@ class Ready(msgspec.Struct, array_like=True, tag=0, gc=False):
 
     port: int  # on 127.0.0.1
     template_problem: str | None = None  # why the chat template cannot continue sampled ids exactly
+    tool_parser: str | None = None  # the one that was chosen; None: none reads the template's calls
 
 
 class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):

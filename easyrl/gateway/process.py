@@ -68,7 +68,7 @@ async def serve(connection: socket.socket) -> None:
                 outbox = _Outbox(writer)
                 gateway, problem = _gateway(decode_settings(payload), outbox)
                 runner, port = await _started(gateway)
-                outbox.send(Ready(port, problem))
+                outbox.send(Ready(port, problem, gateway.tool_parser))
                 beating = asyncio.create_task(_beat(outbox, gateway))
                 beating.add_done_callback(lambda task: task.cancelled() or task.result())
     except ConnectionError:
@@ -86,7 +86,9 @@ def _gateway(settings: Settings, outbox: _Outbox) -> tuple[Gateway, str | None]:
     renderer: Renderer | None = None
     problem: str | None = "there is none"
     if settings.chat_template is not None or tokenizer.chat_template is not None:
-        renderer = Renderer(tokenizer, settings.chat_template, settings.chat_template_kwargs)
+        renderer = Renderer(
+            tokenizer, settings.chat_template, settings.chat_template_kwargs, settings.end_ids
+        )
         problem = template_continues(renderer)
     return Gateway(settings, renderer, outbox.send), problem
 

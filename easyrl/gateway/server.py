@@ -13,18 +13,25 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from easyrl.gateway.chat import ChatTurn, chat_turn, chunks, completion, sampled_texts
-from easyrl.gateway.errors import GatewayError
+from easyrl.gateway.chat import ChatTurn, chat_turn, chunks, completion
+from easyrl.gateway.errors import BadRequest, GatewayError
 from easyrl.gateway.generate import generate_response
 from easyrl.gateway.history import AnsweredTurn, chain_of
 from easyrl.gateway.messages import Answer, Ask, Close, Open, Order, Refused, Settings
 from easyrl.gateway.prompts import ChatPrompt, chat_prompt
 from easyrl.gateway.questions import Questions, SampledTurn
 from easyrl.gateway.rendering import Renderer, renderable
-from easyrl.gateway.requests import ChatRequest, GenerateRequest, chat_request, generate_request
+from easyrl.gateway.requests import (
+    ChatRequest,
+    GenerateRequest,
+    Limits,
+    chat_request,
+    generate_request,
+)
+from easyrl.gateway.sampled_text import Stops, sampled_text
 from easyrl.gateway.sessions import Session, Sessions, checked_request_id, closed_error
 from easyrl.gateway.streaming import stream
-from easyrl.gateway.tool_calls import parser_named
+from easyrl.gateway.tool_parsers import chosen_parser, unread_calls
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +58,15 @@ class Gateway:
     ) -> None:
         self._settings, self._renderer = settings, renderer
         template = "" if renderer is None else renderer.chat_template
-        self._parser = parser_named(settings.tool_parser, template)
+        self._parser = chosen_parser(settings.tool_parser, template)
         self._sessions = Sessions(settings)
         self._questions = Questions(send)
         self._num_body_bytes = 0
+
+    @property
+    def tool_parser(self) -> str | None:
+        """The name of the parser of tool calls; None: none reads the template's."""
+        return None if self._parser is None else self._parser.name
 
     def obey(self, order: Order) -> None:
         """Does what the trainer's process says."""
@@ -110,8 +122,8 @@ class Gateway:
         )
         text = None
         if request.wants_text:
-            stop = (*session.sampling.stop, *request.limits.stop)
-            text, _ = sampled_texts(self._require_renderer(), sampled, stop)
+            stops = _stops(session, request.limits)
+            text = sampled_text(self._require_renderer(), sampled, stops).told
         told = generate_response(sampled, request, self._settings.model, text)
         return _turn_response(told, sampled)
 
@@ -122,6 +134,8 @@ class Gateway:
         body = await self._body(http)
         request = chat_request(body, session.sampling)
         renderer = self._require_renderer()
+        if request.parses_calls and self._parser is None:
+            raise BadRequest("tools", unread_calls())
         waiting = session.turn(
             _request_id(http),
             body,
@@ -157,8 +171,7 @@ class Gateway:
         is_long = num_bytes > LONG_BODY_BYTES
         prompt: ChatPrompt = await asyncio.to_thread(render) if is_long else render()
         sampled = await self._questions.ask(session.id, prompt.ids, request.limits)
-        stop = (*session.sampling.stop, *request.limits.stop)
-        turn = chat_turn(renderer, self._parser, request, sampled, stop)
+        turn = chat_turn(renderer, self._parser, request, sampled, _stops(session, request.limits))
         answered = AnsweredTurn(
             num_messages=len(messages) + 1,
             previous=prompt.previous,
@@ -196,6 +209,13 @@ class Gateway:
             raise GatewayError(408, f"the body did not arrive within {limit_s:g} s") from None
         finally:
             self._num_body_bytes -= num_bytes
+
+
+def _stops(session: Session, limits: Limits) -> Stops:
+    own = session.sampling
+    return Stops(
+        (*own.stop, *limits.stop), frozenset((*own.stop_token_ids, *limits.stop_token_ids))
+    )
 
 
 def json_response(content: Any, status: int = 200) -> web.Response:

@@ -32,6 +32,7 @@ from easyrl.runtime.frames import FrameSplitter, frame
 from easyrl.schema import VersionSpan
 
 START, END = "<|im_start|>", "<|im_end|>"
+OTHER_END = "<|eom|>"  # that a model may end a turn with, and no template writes
 STAMP, KEY, SESSION = "run:1:0", "secret", "s1"
 
 _TOOLS = (
@@ -88,7 +89,7 @@ def chat_tokenizer(chat_template: str | None = PLAIN) -> PreTrainedTokenizerFast
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=END, additional_special_tokens=[START]
+        tokenizer_object=backend, eos_token=END, additional_special_tokens=[START, OTHER_END]
     )
     tokenizer.add_tokens([AddedToken(t, special=False) for t in ("<think>", "</think>")])
     tokenizer.chat_template = chat_template
@@ -202,6 +203,7 @@ async def served(
     ours, theirs = socket.socketpair()
     trainer = Trainer(tokenizer, ours)
     serving = asyncio.create_task(serve(theirs))
+    settings.setdefault("end_ids", [tokenizer.eos_token_id])
     running = asyncio.create_task(trainer.run(Settings(str(folder), **settings)))
     try:
         done, _ = await asyncio.wait(
