@@ -39,8 +39,6 @@ class DatasetConfig(Section):
     apply_chat_template: bool = True  # false: the prompt's text as it is
     chat_template: FilePath | None = None  # a Jinja file; default: the tokenizer's own
     chat_template_kwargs: dict[str, Any] = {}  # e.g. enable_thinking
-    tool_parser: ToolParserName = "auto"  # how the model writes tool calls, named as in vLLM, for
-    # environments; auto: as the chat template shows it
     max_prompt_tokens: PositiveInt = 1024  # of a prompt, templates included
     on_long_prompt: Literal["skip", "fail"] = "skip"  # what to do with one that has more
     on_bad_record: Literal["fail", "skip"] = "fail"  # what to do with a record that cannot be read
@@ -130,3 +128,5 @@ class DataConfig(DatasetConfig):
     max_excluded: float = Field(0.05, ge=0, le=1)  # of the last max(100, trainer.batch_size)
     # prompts, how many endpoints may refuse before the run stops; prompts too long for every
     # endpoint's context do not count
+    tool_parser: ToolParserName = "auto"  # how the model writes tool calls, named as in vLLM, for
+    # environments; auto: as the chat template shows it
