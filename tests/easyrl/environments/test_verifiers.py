@@ -130,6 +130,56 @@ async def test_an_environment_that_is_not_there(tmp_path: Path) -> None:
         await hosts.close()
 
 
+GROUPED = """
+    import verifiers as vf
+    from datasets import Dataset
+
+    def right(completion, answer) -> float:
+        return 1.0
+
+    def spread(completions, **kwargs) -> list[float]:
+        return [0.0 for _ in completions]
+
+    def ranked(states) -> list[float]:
+        return [0.0 for _ in states]
+
+    def single(*functions):
+        rows = Dataset.from_list([{"question": "1 + 1", "answer": "2"}])
+        return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=list(functions)))
+
+    def load_environment(kind):
+        if kind == "rubric":
+            return single(right, spread)
+        environment = single(right)
+        if kind == "rubric group":
+            rubrics = [vf.Rubric(funcs=[right]), vf.Rubric(funcs=[ranked])]
+            environment.rubric = vf.RubricGroup(rubrics)
+        if kind == "environment group":
+            return vf.EnvGroup([environment, single(ranked)])
+        return environment
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("rubric", "spread"), ("rubric group", "ranked"), ("environment group", "ranked")],
+)
+async def test_rewards_of_a_whole_group_are_refused_at_the_start(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    written(folder, GROUPED, "grouped.py")
+    python = python_with(folder_with("verifiers"), tmp_path, folder)
+    config = EnvironmentConfig(name="vf", verifiers="grouped", args={"kind": kind}, python=python)
+    said = await failure(config)
+    assert said.startswith("environment vf: ")
+    assert f"reward {name} of grouped is given all rollouts" in said
+    single = config.model_copy(update={"args": {"kind": "one by one"}})
+    async with running(single):
+        pass
+
+
 # -- without the library
 
 
