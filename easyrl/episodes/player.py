@@ -18,7 +18,6 @@ from easyrl.episodes.session import Generate, Session, SessionLost
 from easyrl.episodes.times import EpisodeTimes, ToolCall, tell_spans
 from easyrl.episodes.turns import (
     TurnRecord,
-    continued,
     episode_completion,
     rewards_of_turns,
 )
@@ -237,16 +236,15 @@ def _tell(
     records: Sequence[TurnRecord],
 ) -> None:
     """Tells of the newest of ``records``."""
-    *earlier, turn = records
-    parent, known = continued(turn.prompt_ids, earlier)
+    turn = records[-1]
     on_turn(
         JournalledTurn(
             session.prompt.key,
             sample,
             session.id,
             environment,
-            parent,
-            turn.prompt_ids[known:],
+            turn.parent,
+            turn.new_ids,
             turn.completion,
         )
     )

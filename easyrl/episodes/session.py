@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field
 import numpy as np
 
 from easyrl.config import HistoryMode, SamplingConfig
-from easyrl.episodes.turns import TurnRecord
+from easyrl.episodes.turns import TurnRecord, recorded
 from easyrl.inference_client.errors import PromptRejected, PromptTooLong
 from easyrl.schema import Completion, Prompt
 
@@ -126,7 +126,7 @@ class Session:
             completion = await self.generate(prompt_ids, sampling, seed)
             # nothing is awaited between the two: their order is the records'
             name = f"turn-{self.id[:TURN_CHARACTERS]}-{len(self.records)}"
-            record = TurnRecord(prompt_ids, completion, name)
+            record = recorded(prompt_ids, completion, self.records, name)
             self.records.append(record)
             self.on_turn(self.records)
         except PromptTooLong as error:

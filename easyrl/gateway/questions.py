@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from easyrl.gateway.errors import GatewayError
+from easyrl.gateway.history import AnsweredTurn
 from easyrl.gateway.messages import Answer, Ask, Refused
 from easyrl.gateway.requests import Limits
 from easyrl.schema import VersionSpan
@@ -20,13 +21,21 @@ from easyrl.schema import VersionSpan
 class SampledTurn:
     """A turn as the trainer's process has recorded it."""
 
-    prompt_ids: np.ndarray  # int32 [P]
+    new_ids: np.ndarray  # int32, of the prompt what its parent has not
     token_ids: np.ndarray  # int32 [R]
     logprobs: np.ndarray  # float32 [R]
     finish_reason: str
     version_spans: tuple[VersionSpan, ...]
     id: str  # by which its environment may reward it
     created: int = field(default_factory=lambda: int(time.time()))
+    parent: AnsweredTurn | None = None  # whose ids the prompt begins with; they are kept once
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """int32 [P]"""
+        if self.parent is None:
+            return self.new_ids
+        return np.concatenate([self.parent.ids, self.new_ids])
 
 
 class Questions:

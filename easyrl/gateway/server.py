@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -171,6 +172,7 @@ class Gateway:
         is_long = num_bytes > LONG_BODY_BYTES
         prompt: ChatPrompt = await asyncio.to_thread(render) if is_long else render()
         sampled = await self._questions.ask(session.id, prompt.ids, request.limits)
+        sampled = replace(sampled, new_ids=prompt.new_ids, parent=prompt.parent)
         turn = chat_turn(renderer, self._parser, request, sampled, _stops(session, request.limits))
         answered = AnsweredTurn(
             num_messages=len(messages) + 1,

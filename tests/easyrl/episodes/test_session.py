@@ -30,7 +30,7 @@ async def test_a_turn_is_recorded_before_it_is_answered():
     made = await task
     await asyncio.sleep(0)
     assert seen == [1] and of.records[0] is made
-    assert of.records[0].prompt_ids is IDS
+    assert of.records[0].new_ids.tolist() == IDS.tolist()
 
 
 async def test_a_client_that_is_gone_leaves_a_whole_record():
