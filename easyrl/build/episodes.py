@@ -76,13 +76,11 @@ def open_episodes(
 
 
 def tell_tool_parser(config: Config, chosen: str | None) -> None:
-    """Raises ``ConfigError`` where an environment needs one and there is none."""
+    """Says what ``auto`` has come to. Raises ``ConfigError`` where an environment needs a parser
+    and there is none."""
     if chosen is not None:
-        log.info(
-            "environments: tool calls are read in the way %s (data.tool_parser: %s)",
-            chosen,
-            config.data.tool_parser,
-        )
+        if config.data.tool_parser == "auto":
+            log.warning("environments: tool calls are read as %s (data.tool_parser: auto)", chosen)
         return
     problem = f"data.tool_parser: {unread_calls()}"
     for number, environment in enumerate(config.environments):

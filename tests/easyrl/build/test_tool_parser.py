@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,11 @@ trainer: {max_steps: 3}
 
 
 def test_what_was_chosen_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        tell_tool_parser(load(tmp_path, text=TOOLS), "hermes")
-    assert "read in the way hermes (data.tool_parser: auto)" in caplog.text
+    tell_tool_parser(load(tmp_path, text=TOOLS), "hermes")
+    assert "tool calls are read as hermes (data.tool_parser: auto)" in caplog.text
+    caplog.clear()
+    tell_tool_parser(load(tmp_path, "data.tool_parser=mistral", text=TOOLS), "mistral")
+    assert not caplog.text
 
 
 def test_a_tool_loop_whose_calls_nobody_reads_is_refused(
