@@ -48,7 +48,7 @@ from benchmarks.parts.shared_prompt.timing import (
 )
 from benchmarks.parts.shared_prompt.workload import random_policy
 from easyrl.dataloaders.packing.groups import Packing, pack_groups
-from easyrl.episodes.turns import TurnRecord, episode_completion
+from easyrl.episodes.turns import TurnRecord, episode_completion, recorded
 from easyrl.models.policy_model import PolicyModel
 from easyrl.models.tri_model import TriModel
 from easyrl.recipes import GRPO, RunSettings
@@ -102,7 +102,7 @@ def main() -> None:
 def logged_turns(
     num_samples: int, num_system: int, num_tokens: int, vocab_size: int
 ) -> list[list[TurnRecord]]:
-    """Six requests of each sample, as they were made."""
+    """Six requests of each sample, as they were made, each by itself."""
     rng = np.random.default_rng(0)
 
     def drawn(length: int) -> np.ndarray:
@@ -115,18 +115,26 @@ def logged_turns(
 
     def next_prompt(before: TurnRecord) -> np.ndarray:
         said = before.completion.token_ids
-        return np.concatenate([before.prompt_ids, said, drawn(num_tokens)])
+        return np.concatenate([before.new_ids, said, drawn(num_tokens)])
 
     samples = []
     for _ in range(num_samples):
         one = made(system)
         two = made(next_prompt(one))
         three = made(next_prompt(two))
-        again = made(three.prompt_ids)
+        again = made(three.new_ids)
         five = made(next_prompt(again))
         six = made(next_prompt(five))
         samples.append([one, two, three, again, five, six])
     return samples
+
+
+def _as_one(requests: Sequence[TurnRecord]) -> list[TurnRecord]:
+    """The same as turns of one episode."""
+    records: list[TurnRecord] = []
+    for each in requests:
+        records.append(recorded(each.new_ids, each.completion, records))
+    return records
 
 
 def row_of(side: str, records: Sequence[Sequence[TurnRecord]]) -> MicroBatch:
@@ -135,10 +143,10 @@ def row_of(side: str, records: Sequence[Sequence[TurnRecord]]) -> MicroBatch:
         completions = [episode_completion([one], "game", 0.0) for own in records for one in own]
         advantages = np.repeat(_advantages(len(records)), NUM_TURNS)
     else:
-        completions = [episode_completion(own, "game", 0.0) for own in records]
+        completions = [episode_completion(_as_one(own), "game", 0.0) for own in records]
         advantages = _advantages(len(records))
     group = RolloutGroup(
-        prompt=Prompt(index=0, token_ids=records[0][0].prompt_ids, text="", answer=None),
+        prompt=Prompt(index=0, token_ids=records[0][0].new_ids, text="", answer=None),
         completions=tuple(completions),
         scores=tuple(Score(0.0, {}) for _ in completions),
         policy_version=VERSION,

@@ -341,6 +341,9 @@ class Episode:
         return len(self.turns) - len({turn.parent for turn in self.turns} - {None})
 
 
+MAX_TURNS = "max_turns"  # finish reason of an episode that was refused a further turn
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One response, token ids as the server sampled them; or one episode.
@@ -352,7 +355,7 @@ class Completion:
 
     token_ids: np.ndarray  # int32 [R]
     logprobs: np.ndarray  # float32 [R], the server's, of the sampled tokens
-    finish_reason: str  # "stop" or "length" (truncated)
+    finish_reason: str  # "stop", "length" or, of an episode, MAX_TURNS (both: truncated)
     version_spans: tuple[VersionSpan, ...]  # stamped by the server
     endpoint: str  # URL; empty: nobody sampled it, it was given
     loss_mask: np.ndarray  # bool [R], tokens that are trained
@@ -373,7 +376,7 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
-        return self.finish_reason == "length"
+        return self.finish_reason in ("length", MAX_TURNS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ MAY_IMPORT = {
     " engines.megatron.layout engines.megatron.splittable engines.megatron.weights"
     " kernels.logprobs models.supported recipes",
     # the run
-    "samples": "schema engines.base episodes.branches gateway.tool_calls metrics.batch_metrics"
+    "samples": "schema engines.base episodes.branches gateway.tool_parsers metrics.batch_metrics"
     " runtime.schedule runtime.whole_files",
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files"
     " runtime.streams samples.choice",
@@ -161,7 +161,8 @@ MAY_IMPORT = {
     " models.weight_files rewards.scorer runtime.user_code"
     " weight_sync.challenge weight_sync.store",
     "build": "schema config completion_check dataloaders doctor engines environments episodes"
-    " gateway.errors gateway.messages gateway.rendering inference_client kernels.attention lab"
+    " gateway.errors gateway.messages gateway.rendering gateway.tool_parsers inference_client"
+    " kernels.attention lab"
     " ledger memory_plan.remedies metrics models recipes rewards runtime samples simulation.advice"
     " timeline trainer weight_sync",
     "arguments": "",

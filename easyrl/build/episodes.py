@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from easyrl.completion_check import Vocabulary
 from easyrl.config import Config, ConfigError, SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed
 from easyrl.environments.hosts import EnvironmentHosts
@@ -17,6 +18,7 @@ from easyrl.episodes.outages import EnvironmentOutages
 from easyrl.episodes.player import EpisodePlayer
 from easyrl.episodes.rooms import MOST, RolloutRoom
 from easyrl.gateway.messages import Settings
+from easyrl.gateway.tool_parsers import unread_calls
 from easyrl.inference_client.pool.endpoint import UNLIMITED
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
@@ -34,6 +36,7 @@ def open_episodes(
     opened: ExitStack,
     thread: LoopThread,
     pool: EndpointPool,
+    vocabulary: Vocabulary,
     record: Record = ignore,
     num_shares: int = 1,
 ) -> EpisodePlayer | None:
@@ -46,7 +49,9 @@ def open_episodes(
         return None
     contexts = [endpoint.context for endpoint in pool.endpoints if endpoint.served is not None]
     longest = max(contexts, default=UNLIMITED)
-    gateway = GatewayChild(gateway_settings(config, None if longest == UNLIMITED else longest))
+    gateway = GatewayChild(
+        gateway_settings(config, vocabulary, None if longest == UNLIMITED else longest)
+    )
     opened.callback(lambda: thread.run(gateway.close()))
     try:
         problem = thread.run(gateway.start())
@@ -54,6 +59,7 @@ def open_episodes(
         raise ConfigError(str(error)) from error
     if problem is not None:
         log.warning("environments: the chat template cannot continue a conversation: %s", problem)
+    tell_tool_parser(config, gateway.tool_parser)
     hosts = []
     for number, environment in enumerate(config.environments):
         of = EnvironmentHosts(environment)
@@ -93,6 +99,20 @@ def _most_rollouts(of: EnvironmentHosts, pool: EndpointPool, num_shares: int) ->
     return min(max(1, ROLLOUTS_PER_PLACE * places), MOST)
 
 
+def tell_tool_parser(config: Config, chosen: str | None) -> None:
+    """Says what ``auto`` has come to. Raises ``ConfigError`` where an environment needs a parser
+    and there is none."""
+    if chosen is not None:
+        if config.data.tool_parser == "auto":
+            log.warning("environments: tool calls are read as %s (data.tool_parser: auto)", chosen)
+        return
+    problem = f"data.tool_parser: {unread_calls()}"
+    for number, environment in enumerate(config.environments):
+        if environment.kind == "tools":
+            raise ConfigError(f"{problem} (for environments[{number}].tools)")
+    log.warning("%s; until then requests with tools are refused", problem)
+
+
 def _close(thread: LoopThread, hosts: EnvironmentHosts) -> None:
     thread.run(hosts.close())
 
@@ -120,14 +140,18 @@ class EpisodeTurns:
             self._pool.give_back(self._group)
 
 
-def gateway_settings(config: Config, max_context: int | None = None) -> Settings:
-    """The tokenizer and chat template that prompts are rendered with; ``max_context``: tokens that
-    any endpoint takes."""
+def gateway_settings(
+    config: Config, vocabulary: Vocabulary, max_context: int | None = None
+) -> Settings:
+    """The tokenizer and chat template that prompts are rendered with, and how turns end;
+    ``max_context``: tokens that any endpoint takes."""
     data = config.data
     own = None if data.chat_template is None else data.chat_template.read_text(encoding="utf-8")
     return Settings(
         tokenizer=str(config.model.tokenizer_path),
         chat_template=own,
         chat_template_kwargs=dict(data.chat_template_kwargs),
+        tool_parser=data.tool_parser,
+        end_ids=None if vocabulary.end_ids is None else sorted(vocabulary.end_ids),
         max_context=max_context,
     )

@@ -313,7 +313,7 @@ def open_inference(
             f"inference.endpoints: {error}\n(start the servers, or correct their URLs; raise "
             "inference.startup_timeout_s for servers that take longer)"
         ) from error
-    episodes = open_episodes(config, opened, thread, pool, record, num_shares)
+    episodes = open_episodes(config, opened, thread, pool, vocabulary, record, num_shares)
     return Inference(config, thread, workers, pool, api_keys, record, num_shares, episodes=episodes)
 
 

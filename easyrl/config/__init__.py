@@ -10,7 +10,7 @@ from pydantic import PrivateAttr, model_validator
 from easyrl.config.alarms import AlarmsConfig
 from easyrl.config.base import ConfigError, Section
 from easyrl.config.critic import CriticConfig
-from easyrl.config.data import DataConfig, DatasetConfig, FieldsConfig
+from easyrl.config.data import DataConfig, DatasetConfig, FieldsConfig, ToolParserName
 from easyrl.config.environments import (
     EnvironmentConfig,
     HistoryMode,
@@ -97,6 +97,10 @@ class Config(Section):
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) != len(labels):
             problems.append(f"rewards: two are called the same ({labels}); set log_as of one")
+        if self.data.tool_parser != "auto" and not self.environments:
+            problems.append(
+                "data.tool_parser: is for environments, and there are none; remove it, or add one"
+            )
         problems += environment_contradictions(self.environments, self.rewards, self.scoring)
         if problems:
             raise ValueError("\n".join(problems))

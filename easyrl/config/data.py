@@ -9,6 +9,8 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from easyrl.config.base import FilePath, Section
 
+ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"]
+
 
 class FieldsConfig(Section):
     """Names of the dataset's fields."""
@@ -126,3 +128,5 @@ class DataConfig(DatasetConfig):
     max_excluded: float = Field(0.05, ge=0, le=1)  # of the last max(100, trainer.batch_size)
     # prompts, how many endpoints may refuse before the run stops; prompts too long for every
     # endpoint's context do not count
+    tool_parser: ToolParserName = "auto"  # how the model writes tool calls, named as in vLLM, for
+    # environments; auto: as the chat template shows it

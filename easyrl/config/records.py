@@ -26,6 +26,7 @@ from easyrl.config import (
     SamplesConfig,
     SamplingConfig,
     ScoringConfig,
+    ToolParserName,
     WeightSyncConfig,
 )
 
@@ -92,9 +93,11 @@ class RecordDataConfig(RecordDatasetConfig, DataConfig):
     no_effect: ClassVar[Mapping[str, str]] = {
         **RecordDatasetConfig.no_effect,
         "max_excluded": "nobody refuses a record",
+        "tool_parser": "a record brings its tool calls",
     }
 
     max_excluded: float = Field(0.05, exclude=True)
+    tool_parser: ToolParserName = Field("auto", exclude=True)
 
 
 class RecordEvaluationConfig(EvaluationConfig):

@@ -87,7 +87,8 @@ class ScoringConfig(Section):
     num_workers: PositiveInt = 2  # processes, of each rank
     on_reward_error: Literal["fail", "zero", "retry"] = "fail"  # retry: again, then fail
     max_reward_retries: PositiveInt = 2  # calls after the first, with on_reward_error: retry
-    truncated_reward: float | None = None  # of a response cut off at max_tokens; null: as scored
+    truncated_reward: float | None = None  # of a response cut off at max_tokens, or an
+    # episode at max_turns; null: as scored
     shuffle_rewards: bool | Literal["across_prompts"] = False  # control experiment. true: rewards
     # are permuted inside each group; across_prompts: a group has those of another prompt's, for
     # recipes that do not compare responses within their group

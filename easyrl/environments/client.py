@@ -51,6 +51,7 @@ class Reply:
 
     message: dict[str, Any]  # to be appended to the messages as it is
     finish_reason: str  # "stop", "length" or "tool_calls"
+    turn_id: str = ""  # a key of turn_rewards
 
     @property
     def text(self) -> str:
@@ -71,6 +72,7 @@ class Generated:
     token_ids: list[int]
     logprobs: list[float]  # of these, nats
     finish_reason: str
+    turn_id: str = ""  # a key of turn_rewards
 
 
 class Client:
@@ -98,16 +100,18 @@ class Client:
         choice = answer["choices"][0]
         message = {name: value for name, value in choice["message"].items() if value is not None}
         message.setdefault("content", "")
-        return Reply(message, choice["finish_reason"])
+        return Reply(message, choice["finish_reason"], str(answer.get("id", "")))
 
     async def generate(self, token_ids: Sequence[int], **sampling: Any) -> Generated:
         """What the model samples behind ``token_ids``; ``sampling`` as max_tokens and stop."""
         body = {"token_ids": [int(token) for token in token_ids], "sampling_params": sampling}
         url = self.base_url.removesuffix("/v1") + "/inference/v1/generate"
-        choice = (await self._post(url, body))["choices"][0]
+        answer = await self._post(url, body)
+        choice = answer["choices"][0]
         tokens = (choice.get("logprobs") or {}).get("content") or []
         logprobs = [float(token["logprob"]) for token in tokens]
-        return Generated(choice["token_ids"], logprobs, choice["finish_reason"])
+        turn_id = str(answer.get("request_id", ""))
+        return Generated(choice["token_ids"], logprobs, choice["finish_reason"], turn_id)
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         # half of a surrogate pair, as in a file name that a tool found, is no text: "?" is sent

@@ -20,6 +20,10 @@ class EnvironmentUnreachable(EnvironmentFailed):
     """Something that it needs could not be connected to, as a server of its own."""
 
 
+class OutOfTurns(EnvironmentFailed):
+    """It let the gateway's refusal of a turn beyond ``max_turns`` pass: its own end, no fault."""
+
+
 class RolloutHung(EnvironmentFailed):
     """It made no request for longer than ``idle_timeout_s``, and was cancelled."""
 

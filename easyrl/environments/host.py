@@ -10,12 +10,11 @@ Python's own; once that is answered by ``ready``: ``{"type": "start", "id", "bas
 "model", "prompt", "seed"}`` and ``{"type": "cancel", "id"}``. Out: ``{"type": "ready",
 "max_rollouts"}``, or ``failed`` without an id; for each start one of ``{"type": "done", "id",
 "reward", "components", "turn_rewards"}``, ``{"type": "failed", "id", "error", "where", "traceback",
-"unreachable"}`` and ``{"type": "cancelled", "id"}``, each with ``"tool_calls"``, the first
-``MOST_TOOL_CALLS``: name, start and end in seconds of ``time.monotonic``, which the machine's
-processes share, and whether it was an error; ``{"type": "beat", "hung_threads"}`` each second that
-the event loop is alive;
-``{"type": "output", "text", "dropped"}``, what the environment has printed, at most
-``OUTPUT_CHARACTERS`` each second.
+"unreachable", "out_of_turns"}`` and ``{"type": "cancelled", "id"}``, each with ``"tool_calls"``,
+the first ``MOST_TOOL_CALLS``: name, start and end in seconds of ``time.monotonic``, which the
+machine's processes share, and whether it was an error; ``{"type": "beat", "hung_threads"}`` each
+second that the event loop is alive; ``{"type": "output", "text", "dropped"}``, what the environment
+has printed, at most ``OUTPUT_CHARACTERS`` each second.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ MOST_COMPONENTS = 256
 MOST_TURN_REWARDS = 100_000
 MOST_TOOL_CALLS = 10_000
 NAME_CHARACTERS = 200
+OUT_OF_TURNS = "max_turns_exceeded"  # the gateway's code where max_turns refuses a turn
 LARGEST = 3.4028234663852886e38  # that a float32 holds, in which rewards are trained
 UNREACHABLE = {  # of connections, beside what is a ``ConnectionError``
     errno.EHOSTDOWN,
@@ -96,7 +97,8 @@ def result_of(value: Any) -> dict[str, Any]:
     """``reward``, ``components`` and ``turn_rewards`` of what a rollout returned.
 
     A number is the reward; a mapping, or an object with such attributes, has ``reward`` and may
-    have the others. Raises ``NoResult``.
+    have the others. ``turn_rewards`` are numbers in the order in which turns were answered, or by
+    the turns' ids. Raises ``NoResult``.
     """
     if _is_number(value):
         return {"reward": _number(value, "reward"), "components": {}, "turn_rewards": []}
@@ -124,7 +126,16 @@ def result_of(value: Any) -> dict[str, Any]:
             str(name)[:NAME_CHARACTERS]: _number(part, f"components[{str(name)[:50]!r}]")
             for name, part in components.items()
         },
-        "turn_rewards": [_number(part, "turn_rewards") for part in turn_rewards],
+        "turn_rewards": _turn_rewards(turn_rewards),
+    }
+
+
+def _turn_rewards(given: Any) -> list[float] | dict[str, float]:
+    if not hasattr(given, "items"):
+        return [_number(part, "turn_rewards") for part in given]
+    return {
+        str(turn)[:NAME_CHARACTERS]: _number(part, f"turn_rewards[{str(turn)[:50]!r}]")
+        for turn, part in given.items()
     }
 
 
@@ -146,8 +157,12 @@ def _number(value: Any, what: str) -> float:
 
 
 def failure_of(error: BaseException, own_file: str | None) -> dict[str, Any]:
-    """``error``, on one line, ``where`` in the user's code it came from, and its ``traceback``;
-    ``unreachable``: whether a connection that could not be had, or was lost, is its cause."""
+    """``error``, on one line, ``where`` in the user's code it came from, and its ``traceback``.
+
+    ``unreachable``: a connection that could not be had, or was lost, is its cause.
+    ``out_of_turns``: it is the gateway's refusal of a turn beyond ``max_turns``, or was raised from
+    it.
+    """
     leaf = error
     while parts := getattr(leaf, "exceptions", None):  # a group's first says more than the group
         leaf = parts[0]
@@ -157,32 +172,51 @@ def failure_of(error: BaseException, own_file: str | None) -> dict[str, Any]:
             said = " ".join(str(leaf).split())
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         where = _where(leaf, own_file)
+        unreachable, out_of_turns = _is_unreachable(error), _is_out_of_turns(error)
     except Exception as of_text:  # a user's may not tell what it is, or where
         said = lines = f"{type(leaf).__name__} (its text raises {type(of_text).__name__})"
-        where = own_file
+        where, unreachable, out_of_turns = own_file, False, False
     return {
         "error": said[:ERROR_CHARACTERS],
         "where": where,
         "traceback": lines[-TRACEBACK_CHARACTERS:],
-        "unreachable": _is_unreachable(error),
+        "unreachable": unreachable,
+        "out_of_turns": out_of_turns,
     }
 
 
 def _is_unreachable(error: BaseException) -> bool:
     """Libraries wrap what the system says of a connection in errors of their own."""
+    return any(
+        isinstance(each, (ConnectionError, socket.gaierror))
+        or (isinstance(each, OSError) and each.errno in UNREACHABLE)
+        for each in _causes(error, handled=True)
+    )
+
+
+def _is_out_of_turns(error: BaseException) -> bool:
+    """By its code. What a handler of the refusal raises by itself is a fault of its own."""
+    return any(
+        getattr(each, "code", None) == OUT_OF_TURNS for each in _causes(error, handled=False)
+    )
+
+
+def _causes(error: BaseException, *, handled: bool) -> Iterator[BaseException]:
+    """``error``, those of a group, and those that they were raised from.
+
+    ``handled``: those too in whose handling they were raised.
+    """
+    seen: list[BaseException] = []
     left: list[Any] = [error]
-    seen: list[Any] = []
     while left:
         each = left.pop()
         if not isinstance(each, BaseException) or any(each is other for other in seen):
             continue
-        if isinstance(each, (ConnectionError, socket.gaierror)):
-            return True
-        if isinstance(each, OSError) and each.errno in UNREACHABLE:
-            return True
+        yield each
         seen.append(each)
-        left += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
-    return False
+        left += [each.__cause__, *getattr(each, "exceptions", ())]
+        if handled:
+            left.append(each.__context__)
 
 
 def _where(error: BaseException, own_file: str | None) -> str | None:

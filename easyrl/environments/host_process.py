@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 import orjson
 
 from easyrl.config import EnvironmentConfig
-from easyrl.environments.failures import EnvironmentFailed, EnvironmentUnreachable, HostDied
+from easyrl.environments.failures import (
+    EnvironmentFailed,
+    EnvironmentUnreachable,
+    HostDied,
+    OutOfTurns,
+)
 from easyrl.runtime.workers.child_process import Child, start_command
 from easyrl.runtime.workers.supervised_child import SupervisedChild
 
@@ -41,7 +46,7 @@ class Outcome:
 
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)  # its metrics, by name
-    turn_rewards: tuple[float, ...] = ()
+    turn_rewards: tuple[float, ...] | Mapping[str, float] = ()  # as answered, or by turn id
     tool_calls: tuple[ToolCallTime, ...] = ()
 
 
@@ -208,7 +213,7 @@ class HostProcess(SupervisedChild):
         if rollout is not None and not rollout.future.done():
             # before it is taken out: if this is no message, the rollout ends with its host
             if message["type"] == "done":
-                turns = tuple(map(float, message["turn_rewards"]))
+                turns = _turn_rewards(message["turn_rewards"])
                 parts = {str(name): float(part) for name, part in message["components"].items()}
                 calls = tuple(ToolCallTime(*call) for call in message["tool_calls"])
                 rollout.future.set_result(Outcome(float(message["reward"]), parts, turns, calls))
@@ -221,6 +226,8 @@ class HostProcess(SupervisedChild):
             self.kill("its last rollout has ended")
 
     def _failure(self, message: dict[str, Any]) -> EnvironmentFailed:
+        if message["out_of_turns"]:
+            return OutOfTurns(self.settings.name, message["error"], message["where"])
         kind = EnvironmentUnreachable if message["unreachable"] else EnvironmentFailed
         error = kind(self.settings.name, message["error"], message["where"])
         if (said := (message["error"], str(message["where"]))) not in self._logged:
@@ -259,3 +266,9 @@ class HostProcess(SupervisedChild):
     def _taken_waiting(self) -> list[asyncio.Future[None]]:
         waiting, self._waiting = self._waiting, []
         return [future for future in waiting if not future.done()]
+
+
+def _turn_rewards(told: Any) -> tuple[float, ...] | dict[str, float]:
+    if isinstance(told, dict):
+        return {str(turn): float(reward) for turn, reward in told.items()}
+    return tuple(map(float, told))

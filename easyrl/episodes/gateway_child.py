@@ -48,6 +48,7 @@ class GatewayChild(ReportingChild):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(ENTRY, encode(settings))
+        self.tool_parser: str | None = None  # that it has chosen; None: none reads the template's
         self._sessions: dict[str, Session] = {}
         self._ready: asyncio.Future[tuple[int, str | None]] | None = None  # of the process
         self._turns: set[asyncio.Task[None]] = set()
@@ -103,6 +104,7 @@ class GatewayChild(ReportingChild):
         for request in decode_requests(payload):
             if isinstance(request, Ready):
                 self._has_served, self._num_failed_starts = True, 0
+                self.tool_parser = request.tool_parser
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result((request.port, request.template_problem))
                 continue
@@ -158,6 +160,6 @@ class GatewayChild(ReportingChild):
         except TurnRefused as error:
             answer: Order = Refused(asked.number, error.status, str(error), error.code)
         else:
-            answer = Answer.of(asked.number, made)
+            answer = Answer.of(asked.number, made.completion, made.id)
         if child is self.child:  # else it is a number of another process's
             self.post(answer)

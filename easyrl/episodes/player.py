@@ -12,14 +12,24 @@ from functools import partial
 from typing import Any, Protocol
 
 from easyrl.config import HistoryMode, OnFailure, SamplingConfig
-from easyrl.environments.failures import EnvironmentFailed, EnvironmentUnreachable, HostDied
+from easyrl.environments.failures import (
+    EnvironmentFailed,
+    EnvironmentUnreachable,
+    HostDied,
+    OutOfTurns,
+)
 from easyrl.episodes.outages import EnvironmentOutages
 from easyrl.episodes.rooms import Members, Rank, RolloutRoom
 from easyrl.episodes.session import Generate, Session, SessionLost
 from easyrl.episodes.times import EpisodeTimes, ToolCall, tell_spans
-from easyrl.episodes.turns import TurnRecord, continued, episode_completion, failed_at_once
+from easyrl.episodes.turns import (
+    TurnRecord,
+    episode_completion,
+    failed_at_once,
+    rewards_of_turns,
+)
 from easyrl.metrics.event_log import Record, ignore
-from easyrl.schema import Completion, JournalledTurn, Prompt, RewardError
+from easyrl.schema import MAX_TURNS, Completion, JournalledTurn, Prompt, RewardError
 from easyrl.timeline.spans import AddSpan, ignore_span
 
 log = logging.getLogger(__name__)
@@ -49,7 +59,7 @@ class Outcome(Protocol):
     @property
     def components(self) -> Mapping[str, float]: ...
     @property
-    def turn_rewards(self) -> Sequence[float]: ...
+    def turn_rewards(self) -> Sequence[float] | Mapping[str, float]: ...
     @property
     def tool_calls(self) -> Sequence[ToolCall]: ...
 
@@ -235,14 +245,16 @@ class EpisodePlayer:
             session.failed.result()
         if rollout.exception() is None:
             calls += rollout.result().tool_calls
-        return self._completion(environment, session.records, rollout)
+        return self._completion(environment, session, rollout)
 
     def _completion(
         self,
         environment: Environment,
-        records: Sequence[TurnRecord],
+        session: Session,
         rollout: asyncio.Future[Outcome],
     ) -> Completion:
+        records = session.records
+        ended_by = MAX_TURNS if session.is_out_of_turns else None
         try:
             outcome = rollout.result()
         except HostDied:
@@ -252,16 +264,16 @@ class EpisodePlayer:
                 raise  # it is nothing of the prompt's
             if not records:
                 return failed_at_once(environment.name, str(error))
+            if ended_by is not None and isinstance(error, OutOfTurns):
+                return episode_completion(records, environment.name, 0.0, finish_reason=ended_by)
             return episode_completion(records, environment.name, 0.0, failure=str(error))
         if not records:
             failure = f"environment {environment.name}: it asked the model for nothing"
             return failed_at_once(environment.name, failure)
-        given = tuple(float(reward) for reward in outcome.turn_rewards)
-        if len(given) not in (0, len(records)):
-            failure = (
-                f"environment {environment.name}: it gave {len(given)} turn rewards for "
-                f"{len(records)} turns"
-            )
+        try:
+            given = rewards_of_turns(records, outcome.turn_rewards)
+        except ValueError as error:
+            failure = f"environment {environment.name}: {error}"
             return episode_completion(records, environment.name, 0.0, failure=failure)
         return episode_completion(
             records,
@@ -269,6 +281,7 @@ class EpisodePlayer:
             float(outcome.reward),
             components=dict(outcome.components),
             turn_rewards=given,
+            finish_reason=ended_by,
         )
 
     def _tell(
@@ -281,16 +294,15 @@ class EpisodePlayer:
     ) -> None:
         """Tells of the newest of ``records``."""
         self.outages.reached(environment)
-        *earlier, turn = records
-        parent, known = continued(turn.prompt_ids, earlier)
+        turn = records[-1]
         on_turn(
             JournalledTurn(
                 session.prompt.key,
                 sample,
                 session.id,
                 environment,
-                parent,
-                turn.prompt_ids[known:],
+                turn.parent,
+                turn.new_ids,
                 turn.completion,
             )
         )

@@ -21,7 +21,7 @@ class EpisodeScorer:
     that fails does, or is masked: as its environment's ``on_failure`` has it.
     """
 
-    truncated_reward: float | None = None  # of an episode whose last turn was cut off
+    truncated_reward: float | None = None  # of an episode that is (``Completion.truncated``)
     _: KW_ONLY
     on_failure: Mapping[str, OnFailure] = field(default_factory=dict)  # by environment; else mask
     # Rollouts of an environment that fail over as many rollouts in a row as a batch has end the

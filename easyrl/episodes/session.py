@@ -13,13 +13,15 @@ from dataclasses import KW_ONLY, dataclass, field
 import numpy as np
 
 from easyrl.config import HistoryMode, SamplingConfig
-from easyrl.episodes.turns import TurnRecord
+from easyrl.episodes.turns import TurnRecord, recorded
 from easyrl.inference_client.errors import PromptRejected, PromptTooLong
 from easyrl.schema import Completion, Prompt
 
 # int32 [P], sampling, seed → what an endpoint of the session's version samples
 Generate = Callable[[np.ndarray, SamplingConfig, int], Awaitable[Completion]]
 
+TURN_CHARACTERS = 16  # of the session's name in those of its turns
+OUT_OF_TURNS = "max_turns_exceeded"  # code and beginning of the refusal beyond max_turns
 BAD_REQUEST, GONE, UNAVAILABLE = 400, 410, 503  # HTTP
 
 
@@ -67,10 +69,11 @@ class Session:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked_s = time.monotonic()
         self._num_asked: Counter[bytes] = Counter()  # by digest of the prompt
-        self._running: set[asyncio.Task[Completion]] = set()
+        self._running: set[asyncio.Task[TurnRecord]] = set()
         self._sampling_since_s = 0.0
         self.sampled_s: list[tuple[float, float]] = []  # when something was, time.monotonic()
         self._num_turns = 0
+        self.is_out_of_turns = False  # one beyond max_turns was asked for, and refused
         self._is_open = True
 
     @property
@@ -90,7 +93,7 @@ class Session:
         max_tokens: int | None = None,
         stop: tuple[str, ...] = (),
         stop_token_ids: tuple[int, ...] = (),
-    ) -> Completion:
+    ) -> TurnRecord:
         """What the policy samples behind ``prompt_ids``, int32 [P]; recorded when this returns.
 
         A turn that was begun is sampled to its end and recorded, also if its client is gone and
@@ -102,10 +105,13 @@ class Session:
         if not self._is_open:
             raise TurnRefused(GONE, "the episode has ended")
         if self._num_turns >= self.max_turns:
+            self.is_out_of_turns = True
             raise TurnRefused(
                 BAD_REQUEST,
-                f"an episode has at most {self.max_turns} turns (max_turns of its environment)",
-                "max_turns_exceeded",
+                # some clients keep an error's text alone
+                f"{OUT_OF_TURNS}: an episode has at most {self.max_turns} turns (max_turns of its "
+                "environment)",
+                OUT_OF_TURNS,
             )
         self._num_turns += 1
         if not self._running:
@@ -121,12 +127,14 @@ class Session:
         while self._running:
             await asyncio.wait(list(self._running))
 
-    async def _sample(self, prompt_ids: np.ndarray, sampling: SamplingConfig) -> Completion:
+    async def _sample(self, prompt_ids: np.ndarray, sampling: SamplingConfig) -> TurnRecord:
         seed = self._turn_seed(prompt_ids)
         try:
             completion = await self.generate(prompt_ids, sampling, seed)
             # nothing is awaited between the two: their order is the records'
-            self.records.append(TurnRecord(prompt_ids, completion))
+            name = f"turn-{self.id[:TURN_CHARACTERS]}-{len(self.records)}"
+            record = recorded(prompt_ids, completion, self.records, name)
+            self.records.append(record)
             self.on_turn(self.records)
         except PromptTooLong as error:
             raise TurnRefused(BAD_REQUEST, error.reason, "context_length_exceeded") from None
@@ -135,9 +143,9 @@ class Session:
         except Exception as error:  # the run's: the sample raises it
             self.fail(error)
             raise TurnRefused(UNAVAILABLE, f"the run is interrupted: {error}") from error
-        return completion
+        return record
 
-    def _ended(self, task: asyncio.Task[Completion]) -> None:
+    def _ended(self, task: asyncio.Task[TurnRecord]) -> None:
         self._running.discard(task)
         self._asked_s = time.monotonic()
         if not self._running:

@@ -33,6 +33,7 @@ class EnvironmentTotals:
 
     num_episodes: int = 0
     num_failures: int = 0
+    num_truncated: int = 0
     num_turns: int = 0
     num_tokens: int = 0  # sampled
     seconds: float = 0.0
@@ -43,7 +44,11 @@ class EnvironmentTotals:
 
     def metrics(self) -> dict[str, float]:
         """By the last part of their names; seconds and counts are means over the episodes."""
-        found = {"episodes": float(self.num_episodes), "failures": float(self.num_failures)}
+        found = {
+            "episodes": float(self.num_episodes),
+            "failures": float(self.num_failures),
+            "truncated": float(self.num_truncated),
+        }
         if self.num_episodes:
             found |= {
                 "turns": self.num_turns / self.num_episodes,
@@ -81,6 +86,7 @@ class EpisodeTimes:
             totals = self._totals.setdefault(environment, EnvironmentTotals())
             totals.num_episodes += 1
             totals.num_failures += made.episode.failure is not None
+            totals.num_truncated += made.truncated
             totals.num_turns += len(made.episode.turns)
             totals.num_tokens += len(made.sampled_ids)
             totals.seconds += whole[1] - whole[0]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from easyrl.gateway.questions import SampledTurn
 from easyrl.gateway.rendering import Renderer
 from easyrl.gateway.requests import ChatRequest
-from easyrl.gateway.tool_calls import Parser, ToolCall
+from easyrl.gateway.sampled_text import SampledText, Stops, sampled_text
+from easyrl.gateway.tool_parsers import ToolCall, ToolParser, Tools
 
 ID_CHARACTERS = 9  # of a tool call: Mistral's templates take no other number
 
@@ -27,47 +27,49 @@ class ChatTurn:
 
 def chat_turn(
     renderer: Renderer,
-    parser: Parser,
+    parser: ToolParser | None,
     request: ChatRequest,
     sampled: SampledTurn,
-    stop: Sequence[str],
+    stops: Stops,
 ) -> ChatTurn:
-    """``stop``: the texts that could have ended the turn, training's among them."""
-    text, said = sampled_texts(renderer, sampled, stop)
-    calls: list[ToolCall] = []
-    if request.parses_calls:
-        names = {tool["function"]["name"] for tool in request.tools or ()}
-        text, calls = parser(text, names)
+    """``parser``: None where no request may have calls."""
+    text = sampled_text(renderer, sampled, stops)
+    content, calls = text.told, list[ToolCall]()
+    if request.parses_calls and parser is not None:
+        content, calls = _calls(parser, text, _tools(request))
         calls = calls[: request.max_calls]
-    message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": content or None if calls else content,
+    }
     finish_reason = sampled.finish_reason
     if calls:
         message["tool_calls"] = [_told(call, n, sampled) for n, call in enumerate(calls)]
         if finish_reason == "stop":
             finish_reason = "tool_calls"
-    return ChatTurn(sampled, message, finish_reason, said)
+    return ChatTurn(sampled, message, finish_reason, text.said)
 
 
-def sampled_texts(renderer: Renderer, sampled: SampledTurn, stop: Sequence[str]) -> tuple[str, str]:
-    """What a client is told, and all that was sampled with its special tokens; both without the
-    token that ended the turn. The first ends before a stop string that did."""
-    token_ids = sampled.token_ids.tolist()
-    if sampled.finish_reason != "stop":
-        return _both_texts(renderer, token_ids)
-    if stop:
-        text = renderer.decode(token_ids, skip_special_tokens=True)
-        ends = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
-        if ends:
-            return text[: min(ends)[1]], renderer.decode(token_ids)
-    return _both_texts(renderer, token_ids[:-1])
+def _calls(parser: ToolParser, text: SampledText, tools: Tools) -> tuple[str, list[ToolCall]]:
+    """What is left of what a client is told, and the calls.
+
+    Where there are none, what ended the turn may have been their own end: ``</tool_call>``.
+    """
+    texts = [text.told_special if parser.reads_special else text.told]
+    whole = text.said if parser.reads_special else text.whole
+    for each in [*texts, whole] if whole != texts[0] else texts:
+        content, calls = parser.parse(each, tools)
+        if calls:
+            return content, calls
+    return text.told, []
 
 
-def _both_texts(renderer: Renderer, token_ids: list[int]) -> tuple[str, str]:
-    """Without the special tokens, and with them."""
-    said = renderer.decode(token_ids)
-    if not any(map(renderer.is_special, token_ids)):
-        return said, said
-    return renderer.decode(token_ids, skip_special_tokens=True), said
+def _tools(request: ChatRequest) -> dict[str, dict[str, Any]]:
+    found = {}
+    for tool in request.tools or ():
+        schema = tool["function"].get("parameters")
+        found[tool["function"]["name"]] = schema if isinstance(schema, dict) else {}
+    return found
 
 
 def _told(call: ToolCall, number: int, sampled: SampledTurn) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def usage(sampled: SampledTurn) -> dict[str, int]:
 def _head(turn: ChatTurn, model: str, kind: str) -> dict[str, Any]:
     sampled = turn.sampled
     return {
-        "id": f"chatcmpl-{sampled.id}",
+        "id": sampled.id,
         "object": kind,
         "created": sampled.created,
         "model": model,

@@ -24,7 +24,7 @@ def generate_response(
         "weight_versions": [span._asdict() for span in sampled.version_spans],
     }
     return {
-        "request_id": f"generate-tokens-{sampled.id}",
+        "request_id": sampled.id,
         "model": model,
         "created": sampled.created,
         "usage": usage(sampled),

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from easyrl.config import HistoryMode
+from easyrl.config import HistoryMode, ToolParserName
 from easyrl.schema import Completion, VersionSpan
 
 
@@ -19,7 +19,8 @@ class Settings(msgspec.Struct, array_like=True):
     model: str = "policy"  # its name in answers and in ``/v1/models``
     chat_template: str | None = None  # Jinja; None: the tokenizer's own
     chat_template_kwargs: dict[str, Any] = {}  # to each rendering
-    tool_parser: str = "auto"  # how a sampled text says its tool calls: a name of ``tool_calls``
+    tool_parser: ToolParserName = "auto"  # how a sampled text says its tool calls
+    end_ids: list[int] | None = None  # each ends a turn; None: not known
     max_body_bytes: int = 16 * 2**20  # of a request
     max_long_bytes: int = 2**30  # of long bodies that wait to be rendered, of all sessions
     max_context: int | None = None  # tokens that any endpoint takes; None: nobody says
@@ -54,9 +55,10 @@ class Answer(msgspec.Struct, array_like=True, tag=2, gc=False):
     finish_reason: str
     version_spans: tuple[VersionSpan, ...]
     endpoint: str  # URL
+    turn: str  # its id
 
     @classmethod
-    def of(cls, number: int, made: Completion) -> Answer:
+    def of(cls, number: int, made: Completion, turn: str) -> Answer:
         return cls(
             number,
             np.asarray(made.token_ids, np.int32).tobytes(),
@@ -64,6 +66,7 @@ class Answer(msgspec.Struct, array_like=True, tag=2, gc=False):
             made.finish_reason,
             made.version_spans,
             made.endpoint,
+            turn,
         )
 
 
@@ -81,6 +84,7 @@ class Ready(msgspec.Struct, array_like=True, tag=0, gc=False):
 
     port: int  # on 127.0.0.1
     template_problem: str | None = None  # why the chat template cannot continue sampled ids exactly
+    tool_parser: str | None = None  # the one that was chosen; None: none reads the template's calls
 
 
 class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):

@@ -73,7 +73,7 @@ async def serve(connection: socket.socket, memory: int | None = None) -> None:
                 settings = within(decode_settings(payload), memory)
                 gateway, problem = _gateway(settings, outbox)
                 runner, port = await _started(gateway)
-                outbox.send(Ready(port, problem))
+                outbox.send(Ready(port, problem, gateway.tool_parser))
                 beating = asyncio.create_task(_beat(outbox, gateway))
                 beating.add_done_callback(lambda task: task.cancelled() or task.result())
     except ConnectionError:
@@ -107,6 +107,7 @@ def _gateway(settings: Settings, outbox: _Outbox) -> tuple[Gateway, str | None]:
             tokenizer,
             settings.chat_template,
             settings.chat_template_kwargs,
+            end_ids=settings.end_ids,
             max_context=settings.max_context,
         )
         problem = template_continues(renderer)

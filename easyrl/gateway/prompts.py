@@ -112,11 +112,13 @@ def _behind_answer(
     last = {**calls[-1], "function": {**calls[-1]["function"], "name": renderer.sentinel}}
     marked = {**messages[place], "tool_calls": [*calls[:-1], last]}
     behind = _behind_mark(renderer, messages, place, marked, tools, kwargs)
-    sampled = _sampled_end(renderer, previous)
-    end = sampled or str(renderer.tokenizer.eos_token or "")
-    if behind is None or not end or (at := behind.find(end)) < 0:
+    if behind is None:
         return None
-    return behind[at + len(sampled) :]
+    sampled = _sampled_end(renderer, previous)
+    for end in (sampled, renderer.turn_end, str(renderer.tokenizer.eos_token or "")):
+        if end and (at := behind.find(end)) >= 0:
+            return behind[at + len(end) if sampled else at :]
+    return None
 
 
 def _behind_mark(
@@ -137,14 +139,21 @@ def _behind_mark(
 
 
 def _sampled_end(renderer: Renderer, previous: AnsweredTurn) -> str:
-    """The text of a token of its own that was sampled last; empty: the turn was cut off."""
-    return renderer.token_text(previous.last_id) if renderer.is_special(previous.last_id) else ""
+    """The text of the token that was sampled last and ends a turn; empty: the turn was cut off."""
+    last = previous.last_id
+    ends = renderer.is_special(last) if renderer.end_ids is None else renderer.ends_turn(last)
+    return renderer.token_text(last) if ends else ""
 
 
 def _without_end(renderer: Renderer, behind: str, previous: AnsweredTurn) -> str:
-    end = _sampled_end(renderer, previous)
+    """A turn has one end: the sampled one, also where the template writes another."""
+    sampled = _sampled_end(renderer, previous)
+    own = renderer.turn_end if renderer.ends_turn(previous.last_id) else ""
     written = behind.lstrip()  # some templates put a space or a line's end before it
-    return written[len(end) :] if end.strip() and written.startswith(end) else behind
+    for end in (sampled, own):
+        if end.strip() and written.startswith(end):
+            return written[len(end) :]
+    return behind
 
 
 def _behind_recorded(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from easyrl.gateway.errors import GatewayError
+from easyrl.gateway.history import AnsweredTurn
 from easyrl.gateway.messages import Answer, Ask, Refused
 from easyrl.gateway.requests import Limits
 from easyrl.schema import VersionSpan
@@ -21,13 +21,21 @@ from easyrl.schema import VersionSpan
 class SampledTurn:
     """A turn as the trainer's process has recorded it."""
 
-    prompt_ids: np.ndarray  # int32 [P]
+    new_ids: np.ndarray  # int32, of the prompt what its parent has not
     token_ids: np.ndarray  # int32 [R]
     logprobs: np.ndarray  # float32 [R]
     finish_reason: str
     version_spans: tuple[VersionSpan, ...]
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str  # by which its environment may reward it
     created: int = field(default_factory=lambda: int(time.time()))
+    parent: AnsweredTurn | None = None  # whose ids the prompt begins with; they are kept once
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """int32 [P]"""
+        if self.parent is None:
+            return self.new_ids
+        return np.concatenate([self.parent.ids, self.new_ids])
 
 
 class Questions:
@@ -56,6 +64,7 @@ class Questions:
             np.frombuffer(answer.logprobs, np.float32),
             answer.finish_reason,
             answer.version_spans,
+            answer.turn,
         )
 
     def answered(self, told: Answer | Refused) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -23,7 +23,8 @@ Tools = Sequence[Mapping[str, Any]] | None
 class Renderer:
     """A tokenizer and a chat template.
 
-    Raises ``ValueError`` if the tokenizer has no template and none is given.
+    ``end_ids``: each ends a turn of the model's; None: not known. Raises ``ValueError`` if the
+    tokenizer has no template and none is given.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Renderer:
         chat_template: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
         *,
+        end_ids: Collection[int] | None = None,
         max_context: int | None = None,
     ) -> None:
         if chat_template is None and tokenizer.chat_template is None:
@@ -41,6 +43,7 @@ class Renderer:
             )
         self.tokenizer = tokenizer
         self._template, self._kwargs = chat_template, dict(kwargs or {})
+        self.end_ids = None if end_ids is None else frozenset(end_ids)
         self._special_ids = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
         self.token_text = cache(self._token_text)
         self.max_context = max_context
@@ -123,6 +126,23 @@ class Renderer:
                 clean_up_tokenization_spaces=False,
             )
         )
+
+    def ends_turn(self, token_id: int) -> bool:
+        """Whether the model ends its turns with it; False where that is not known."""
+        return self.end_ids is not None and token_id in self.end_ids
+
+    @cached_property
+    def turn_end(self) -> str:
+        """The special token that the template ends a model's turn with; empty: none, as where the
+        next turn's beginning says it."""
+        chat = [{"role": "user", "content": "Question?"}]
+        chat.append({"role": "assistant", "content": self.sentinel})
+        try:
+            _, _, behind = self.text(chat, generation_prompt=False).rpartition(self.sentinel)
+            first = self.ids(behind.lstrip())[:1].tolist()
+        except BadRequest:
+            return ""
+        return self.token_text(first[0]) if first and self.is_special(first[0]) else ""
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -11,54 +11,10 @@ import numpy as np
 
 from easyrl.config import SamplingConfig
 from easyrl.gateway.errors import BadRequest
+from easyrl.gateway.fields import check_fields, check_stream_options, shown
 
 T = TypeVar("T")
 
-# Of ``SamplingConfig``: equal to training's, or absent.
-TRAININGS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-)
-# Training has none of these, and would train on tokens of another distribution, or of none; with
-# the values that say nothing.
-NEVER: Mapping[str, tuple[Any, ...]] = {
-    "seed": (),
-    "n": (1,),
-    "best_of": (1,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "use_beam_search": (False,),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "prediction": (),
-    "functions": ([],),
-    "function_call": (),
-    "audio": (),
-    "modalities": (["text"],),
-    "documents": ([],),
-    "echo": (False,),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "prompt_logprobs": (),
-    "features": (),
-    "content_parts": (),
-    "kv_transfer_params": (),
-}
 RESERVED_KWARGS = {
     "add_generation_prompt",
     "chat_template",
@@ -71,7 +27,6 @@ RESERVED_KWARGS = {
 }
 MAX_MESSAGES = 10_000  # of a chat: so many short ones take seconds
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1000
-MAX_SHOWN = 80  # characters of a value in a message
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -171,7 +126,8 @@ def chat_request(body: bytes, sampling: SamplingConfig) -> ChatRequest:
     if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
         raise BadRequest("messages", f"are {len(messages)}, at most {MAX_MESSAGES}")
     asked = _converted(data, _Chat)
-    _check_forced(data, sampling)
+    check_fields(data, _Chat.__struct_fields__, sampling)
+    check_stream_options(data.get("stream_options") or {}, _StreamOptions.__struct_fields__)
     if asked.top_logprobs:
         raise BadRequest(
             "top_logprobs",
@@ -182,7 +138,7 @@ def chat_request(body: bytes, sampling: SamplingConfig) -> ChatRequest:
     if choice not in (None, "auto", "none"):
         raise BadRequest(
             "tool_choice",
-            f"{_shown(choice)} would force what is sampled, and training forces nothing; "
+            f"{shown(choice)} would force what is sampled, and training forces nothing; "
             'use "auto" or "none"',
         )
     if asked.stream_options is not None and not asked.stream:
@@ -211,8 +167,8 @@ def generate_request(body: bytes, sampling: SamplingConfig) -> GenerateRequest:
     data = _json(body)
     asked = _converted(data, _Generate)
     params = data.get("sampling_params") or {}
-    _check_forced(params, sampling, "sampling_params.")
-    _check_forced({k: v for k, v in data.items() if k in NEVER}, sampling)
+    check_fields(params, _Params.__struct_fields__, sampling, "sampling_params.")
+    check_fields(data, _Generate.__struct_fields__, sampling, trainings=())
     if asked.stream:
         raise BadRequest("stream", "is not supported on this route; leave it out")
     if asked.sampling_params.logprobs:
@@ -223,7 +179,7 @@ def generate_request(body: bytes, sampling: SamplingConfig) -> GenerateRequest:
         )
     if asked.output_mode not in (None, "tokens", "text"):
         raise BadRequest(
-            "output_mode", f'{_shown(asked.output_mode)} is neither "tokens" nor "text"'
+            "output_mode", f'{shown(asked.output_mode)} is neither "tokens" nor "text"'
         )
     return GenerateRequest(
         np.array(asked.token_ids, dtype=np.int32),
@@ -252,28 +208,6 @@ def _converted(data: dict[str, Any], form: type[T]) -> T:
         raise BadRequest(path.removesuffix("`") or "body", problem) from None
 
 
-def _check_forced(values: Mapping[str, Any], sampling: SamplingConfig, where: str = "") -> None:
-    """Raises ``BadRequest`` at what training decides, if it is to be otherwise."""
-    for key in TRAININGS:
-        own, value = getattr(sampling, key), values.get(key)
-        if key == "top_k" and value == 0:
-            value = -1  # both are all tokens
-        if value is None or (value == own and isinstance(value, bool) == isinstance(own, bool)):
-            continue
-        raise BadRequest(
-            where + key,
-            f"{_shown(value)} is not what training samples with, which is {own}; leave it out or "
-            f"send {own}",
-        )
-    for key, neutral in NEVER.items():
-        value = values.get(key)
-        if value is None or value in neutral:
-            continue
-        what = "is set by training, per turn" if key == "seed" else "is not how training samples"
-        remedy = f" or send {neutral[0]!r}" if neutral else ""
-        raise BadRequest(where + key, f"{_shown(value)} {what}; leave it out{remedy}")
-
-
 def _limits(asked: _Stops, max_tokens: int | None, where: str = "") -> Limits:
     stop: Sequence[str] = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
     if len(stop) > MAX_STOPS or any(not 0 < len(s) <= MAX_STOP_CHARACTERS for s in stop):
@@ -282,8 +216,3 @@ def _limits(asked: _Stops, max_tokens: int | None, where: str = "") -> Limits:
             f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters each",
         )
     return Limits(max_tokens, tuple(stop), tuple(asked.stop_token_ids or ()))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"

@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from easyrl.gateway.chat import ChatTurn, chat_turn, chunks, completion, sampled_texts
-from easyrl.gateway.errors import GatewayError
+from easyrl.gateway.chat import ChatTurn, chat_turn, chunks, completion
+from easyrl.gateway.errors import BadRequest, GatewayError
 from easyrl.gateway.generate import generate_response
 from easyrl.gateway.history import AnsweredTurn, chain_of
 from easyrl.gateway.long_requests import LongRequests, too_many
@@ -23,14 +24,22 @@ from easyrl.gateway.messages import Answer, Ask, Close, Open, Order, Refused, Se
 from easyrl.gateway.prompts import ChatPrompt, chat_prompt
 from easyrl.gateway.questions import Questions, SampledTurn
 from easyrl.gateway.rendering import Renderer, renderable
-from easyrl.gateway.requests import ChatRequest, GenerateRequest, chat_request, generate_request
+from easyrl.gateway.requests import (
+    ChatRequest,
+    GenerateRequest,
+    Limits,
+    chat_request,
+    generate_request,
+)
+from easyrl.gateway.sampled_text import Stops, sampled_text
 from easyrl.gateway.sessions import Session, Sessions, checked_request_id, closed_error
 from easyrl.gateway.streaming import stream
-from easyrl.gateway.tool_calls import parser_named
+from easyrl.gateway.tool_parsers import chosen_parser, unread_calls
 
 log = logging.getLogger(__name__)
 
 GENERATE, CHAT, MODELS = "/inference/v1/generate", "/v1/chat/completions", "/v1/models"
+TURN_HEADER = "X-Turn-Id"  # of an answer that is no stream
 BELOW = "/sessions/{session}"  # the routes once more; without it a header names the session
 MAX_BODIES_BYTES = 2**30  # that are being read at once
 LONG_BODY_BYTES = 2**18  # such a chat is rendered in a thread: the others go on meanwhile
@@ -52,12 +61,17 @@ class Gateway:
     ) -> None:
         self._settings, self._renderer = settings, renderer
         template = "" if renderer is None else renderer.chat_template
-        self._parser = parser_named(settings.tool_parser, template)
+        self._parser = chosen_parser(settings.tool_parser, template)
         self._sessions = Sessions(settings)
         self._questions = Questions(send)
         self._send = send
         self._num_body_bytes = 0
         self._long = LongRequests(settings.max_body_bytes, settings.max_long_bytes)
+
+    @property
+    def tool_parser(self) -> str | None:
+        """The name of the parser of tool calls; None: none reads the template's."""
+        return None if self._parser is None else self._parser.name
 
     def obey(self, order: Order) -> None:
         """Does what the trainer's process says."""
@@ -114,9 +128,10 @@ class Gateway:
         )
         text = None
         if request.wants_text:
-            stop = (*session.sampling.stop, *request.limits.stop)
-            text, _ = sampled_texts(self._require_renderer(), sampled, stop)
-        return json_response(generate_response(sampled, request, self._settings.model, text))
+            stops = _stops(session, request.limits)
+            text = sampled_text(self._require_renderer(), sampled, stops).told
+        told = generate_response(sampled, request, self._settings.model, text)
+        return _turn_response(told, sampled)
 
     async def _sampled(self, session: Session, request: GenerateRequest) -> SampledTurn:
         return await self._questions.ask(session.id, request.token_ids, request.limits)
@@ -126,6 +141,8 @@ class Gateway:
         async with self._worked_on(session, len(body)):
             request = chat_request(body, session.sampling)
         renderer = self._require_renderer()
+        if request.parses_calls and self._parser is None:
+            raise BadRequest("tools", unread_calls())
         waiting = session.turn(
             _request_id(http),
             body,
@@ -133,7 +150,8 @@ class Gateway:
         )
         model = self._settings.model
         if not request.stream:
-            return json_response(completion(await waiting, request, renderer, model))
+            turn = await waiting
+            return _turn_response(completion(turn, request, renderer, model), turn.sampled)
         return await stream(
             http,
             asyncio.ensure_future(waiting),
@@ -161,8 +179,8 @@ class Gateway:
             is_long = num_bytes > LONG_BODY_BYTES
             prompt: ChatPrompt = await asyncio.to_thread(render) if is_long else render()
         sampled = await self._questions.ask(session.id, prompt.ids, request.limits)
-        stop = (*session.sampling.stop, *request.limits.stop)
-        turn = chat_turn(renderer, self._parser, request, sampled, stop)
+        sampled = replace(sampled, new_ids=prompt.new_ids, parent=prompt.parent)
+        turn = chat_turn(renderer, self._parser, request, sampled, _stops(session, request.limits))
         answered = AnsweredTurn(
             num_messages=len(messages) + 1,
             previous=prompt.previous,
@@ -217,9 +235,22 @@ class Gateway:
             self._num_body_bytes -= num_bytes
 
 
+def _stops(session: Session, limits: Limits) -> Stops:
+    own = session.sampling
+    return Stops(
+        (*own.stop, *limits.stop), frozenset((*own.stop_token_ids, *limits.stop_token_ids))
+    )
+
+
 def json_response(content: Any, status: int = 200) -> web.Response:
     body = orjson.dumps(content)
     return web.Response(body=body, status=status, content_type="application/json")
+
+
+def _turn_response(content: Any, sampled: SampledTurn) -> web.Response:
+    response = json_response(content)
+    response.headers[TURN_HEADER] = sampled.id
+    return response
 
 
 def _request_id(http: web.Request) -> str | None:

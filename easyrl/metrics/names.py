@@ -141,7 +141,8 @@ SECTIONS = (
             Metric(
                 "response/truncated",
                 "share",
-                "responses that were cut off at `rollout.max_tokens`",
+                "responses that were cut off at `rollout.max_tokens`, and episodes that "
+                "`max_turns` refused a turn",
                 trl="completions/clipped_ratio",
                 verl="response_length/clip_ratio",
                 remark="TRL also counts one that a stop text ended, verl one whose end is "
@@ -475,6 +476,11 @@ SECTIONS = (
                 "that ended since the report before, on the first rank, as are all of these",
             ),
             Metric("environment/<environment>/failures", "count", "of them, those that failed"),
+            Metric(
+                "environment/<environment>/truncated",
+                "count",
+                "of them, those that were refused a turn by max_turns, or whose last was cut off",
+            ),
             Metric("environment/<environment>/turns", "count", "of an episode, mean"),
             Metric("environment/<environment>/tokens", "tokens", "sampled for an episode, mean"),
             Metric("environment/<environment>/episode_s", "s", "of an episode, mean"),

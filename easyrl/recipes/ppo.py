@@ -11,6 +11,7 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
+from easyrl.recipes.episode_gae import episode_advantages, tree_of
 from easyrl.recipes.estimators import (
     generalised_advantages,
     kl_of_log_ratio,
@@ -50,7 +51,8 @@ class PPO(ClippedSurrogate):
             (\mathrm{clip}(V, V_{old} - \epsilon_V, V_{old} + \epsilon_V) - R)^2\big), \quad
         R_{i,t} = A_{i,t} + V_{old}(s_{i,t})
 
-    A response's reward is that of its last trained token; ``kl_in_reward_coef`` beta adds
+    A response's reward is that of its last trained token, an episode's that of the last token of
+    each branch (``episode_gae``); ``kl_in_reward_coef`` beta adds
     ``-beta (log pi_old - log pi_ref)`` to each token's, where ``log pi_old`` is what the endpoint
     sampled the token with (``kl_in_reward_estimator``: k2 or k3 in place of that difference, k1).
     Values are the critic's as the batch began, in all of the batch's updates. ``whiten`` makes the
@@ -129,6 +131,7 @@ class PPO(ClippedSurrogate):
     ) -> list[np.ndarray]:
         """G arrays float64 [R] of the group at ``place`` of ``inputs``; zero where not trained."""
         trained = [self.trained_tokens(c, run) for c in group.completions]
+        outcomes = self.rewards(group, run)
         rewards = []
         for i, (completion, tokens) in enumerate(zip(group.completions, trained, strict=True)):
             own = np.zeros(tokens.sum())
@@ -138,10 +141,17 @@ class PPO(ClippedSurrogate):
                     log_ratio = torch.from_numpy(completion.logprobs[tokens] - reference)
                     kl = kl_of_log_ratio(log_ratio, self.kl_in_reward_estimator)
                     own -= self.kl_in_reward_coef * kl.numpy()
-                own[-1] += self.rewards(group, run)[i]
+                if completion.episode is None:
+                    own[-1] += outcomes[i]
             rewards.append(own)
         values = [v[t] for v, t in zip(inputs.values[place], trained, strict=True)]
         found = generalised_advantages(rewards, values, self.gamma, self.gae_lambda)
+        for i, completion in enumerate(group.completions):
+            if completion.episode is not None:
+                tree = tree_of(completion.episode, trained[i])
+                found[i] = episode_advantages(
+                    rewards[i], values[i], float(outcomes[i]), tree, self.gamma, self.gae_lambda
+                )
         advantages = [np.zeros(len(tokens)) for tokens in trained]
         for own, tokens, made in zip(advantages, trained, found, strict=True):
             own[tokens] = made

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from easyrl.recipes.episode_gae import episode_advantages, tree_of
 from easyrl.recipes.estimators import kl_of_log_ratio, merged_moments, moments, normalised
 from easyrl.recipes.recipe import AdvantageInputs, Advantages, Models, RunSettings, Scope
 from easyrl.recipes.surrogate import ClippedSurrogate
@@ -92,7 +93,8 @@ class ReinforcePP(ClippedSurrogate):
         self, group: RolloutGroup, place: int, run: RunSettings, inputs: AdvantageInputs
     ) -> list[np.ndarray]:
         """G arrays float64 [R] of the group at ``place`` of ``inputs``: at each trained token the
-        reward less the KL from there on; zero elsewhere.
+        reward less the KL from there on, of an episode in the branches that it is in, a mean over
+        these; zero elsewhere.
         """
         made = []
         for i, (completion, reward) in enumerate(
@@ -103,6 +105,11 @@ class ReinforcePP(ClippedSurrogate):
             log_ratio = torch.from_numpy(completion.logprobs[tokens] - reference)
             kl = kl_of_log_ratio(log_ratio, self.kl_in_reward_estimator).numpy()
             own = np.zeros(len(tokens))
-            own[tokens] = reward - self.kl_in_reward_coef * kl[::-1].cumsum()[::-1]
+            if completion.episode is None:
+                own[tokens] = reward - self.kl_in_reward_coef * kl[::-1].cumsum()[::-1]
+            else:  # rewards to go along each branch
+                penalties, tree = -self.kl_in_reward_coef * kl, tree_of(completion.episode, tokens)
+                no_values = np.zeros(len(kl))
+                own[tokens] = episode_advantages(penalties, no_values, reward, tree, 1.0, 1.0)
             made.append(own)
         return made

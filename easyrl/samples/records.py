@@ -10,7 +10,7 @@ import numpy as np
 from easyrl.engines.base import ResponseDifference
 from easyrl.episodes.branches import tokens_by_part
 from easyrl.samples.choice import Why
-from easyrl.schema import Completion, Episode, SampleKey, TrainedGroup, TrainedResponse
+from easyrl.schema import MAX_TURNS, Completion, Episode, SampleKey, TrainedGroup, TrainedResponse
 
 
 class SampledTurn(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -48,7 +48,7 @@ class SampledResponse(msgspec.Struct, omit_defaults=True, frozen=True):
 
     @property
     def truncated(self) -> bool:
-        return self.finish_reason == "length"
+        return self.finish_reason in ("length", MAX_TURNS)
 
     @property
     def num_turns(self) -> int:

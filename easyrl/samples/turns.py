@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from easyrl.gateway.tool_calls import ToolCall, json_calls, tagged_calls
+from easyrl.gateway.tool_parsers import PARSERS, ToolCall
 from easyrl.samples.records import SampledResponse, SampledTurn
 from easyrl.schema import JournalledTurn
 
@@ -78,11 +78,12 @@ def unfinished_response(turns: Sequence[JournalledTurn]) -> SampledResponse:
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """What a sampled text calls, in either of the ways that the gateway reads."""
-    _, calls = tagged_calls(text, ())
-    if not calls:
-        _, calls = json_calls(_without_special_ends(text), _EveryName())
-    return calls
+    """What a sampled text calls, in the first of the ways that the gateway reads."""
+    said = _without_special_ends(text)
+    for parser in PARSERS.values():
+        if calls := parser.parse(said, _EVERY_TOOL)[1]:
+            return calls
+    return []
 
 
 def _without_special_ends(text: str) -> str:
@@ -109,17 +110,23 @@ def _without_special_ends(text: str) -> str:
         start += len(_BEFORE_JSON)
 
 
-class _EveryName:
-    """The names of all tools there could be: which there were is not kept."""
+class _EveryTool(Mapping[str, Mapping[str, Any]]):
+    """All tools there could be: which there were is not kept."""
 
     def __contains__(self, name: object) -> bool:
         return True
+
+    def __getitem__(self, name: str) -> Mapping[str, Any]:
+        return {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(())
 
     def __len__(self) -> int:
         return 0
+
+
+_EVERY_TOOL = _EveryTool()
 
 
 def _call(call: ToolCall) -> str:

@@ -23,7 +23,7 @@ from benchmarks.parts.trained_contents import (
 )
 from easyrl.engines.base import Columns, StatePiece
 from easyrl.engines.state_file import write_state_file
-from easyrl.episodes.turns import TurnRecord, episode_completion
+from easyrl.episodes.turns import TurnRecord, episode_completion, recorded
 from easyrl.schema import Completion, RolloutGroup, Score
 from tests.tiny_models import VOCAB_SIZE, random_group, tiny_model
 
@@ -79,18 +79,25 @@ def test_other_tokens_prompts_numbers_and_weights_show(policy, group):
 def test_an_episode_is_compared_turn_by_turn(policy):
     rng = np.random.default_rng(1)
 
-    def turn(shown: np.ndarray, num_tokens: int) -> TurnRecord:
-        made = random_group(rng, len(shown), [num_tokens])
-        asked = replace(made, prompt=replace(made.prompt, token_ids=shown))
-        return TurnRecord(shown, told_by(policy, asked).completions[0])
+    records: list[TurnRecord] = []
 
-    first = turn(np.array([3, 4, 5], dtype=np.int32), 4)
-    behind = np.concatenate([first.prompt_ids, first.completion.token_ids, [6, 7]])
-    records = [first, turn(behind.astype(np.int32), 3), turn(np.array([9], dtype=np.int32), 2)]
+    def turn(shown: list[int], num_tokens: int) -> list[int]:
+        prompt_ids = np.array(shown, dtype=np.int32)
+        made = random_group(rng, len(shown), [num_tokens])
+        asked = replace(made, prompt=replace(made.prompt, token_ids=prompt_ids))
+        told = told_by(policy, asked).completions[0]
+        records.append(recorded(prompt_ids, told, records))
+        return told.token_ids.tolist()
+
+    prompts = [[3, 4, 5]]
+    prompts.append([*prompts[0], *turn(prompts[0], 4), 6, 7])
+    turn(prompts[1], 3)
+    prompts.append([9])
+    turn(prompts[2], 2)
     made = episode_completion(records, "game", 1.0)
     requests = requests_of(NO_PROMPT, made)
-    for request, record in zip(requests, records, strict=True):
-        assert request.prompt_ids.tolist() == record.prompt_ids.tolist()
+    for request, record, shown in zip(requests, records, prompts, strict=True):
+        assert request.prompt_ids.tolist() == shown
         assert request.token_ids.tolist() == record.completion.token_ids.tolist()
         assert request_difference(policy, request) < 1e-5
     spoilt = made.logprobs.copy()

@@ -1,10 +1,10 @@
 """An environment of the ``verifiers`` library, unmodified: module and arguments.
 
 It is driven through ``verifiers.load_environment(module, **args)`` and ``run_rollout``; reward and
-metrics are its rubric's. Its own sampling arguments are not sent: sampling is training's. A record
-with a field ``example_id`` is that row of the environment's own data, a held-out one of what it has
-for evaluation; any other is given to it as it is. Imports nothing of ours: it may run in a Python
-of its own.
+metrics are its rubric's, whose functions score one rollout each. Its own sampling arguments are not
+sent: sampling is training's. A record with a field ``example_id`` is that row of the environment's
+own data, a held-out one of what it has for evaluation; any other is given to it as it is. Imports
+nothing of ours: it may run in a Python of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ import sys
 from typing import Any
 
 NEEDED = ("input", "client", "model", "sampling_args")  # parameters of run_rollout
+OUT_OF_TURNS = "max_turns_exceeded"  # in the gateway's error where max_turns refuses a turn
 VERSIONS = "install verifiers>=0.1.10,<0.4 there"
+
+
+class GroupRewards(ValueError):
+    """Reward functions of all rollouts of an example together: rollouts are scored one by one."""
 
 
 class RolloutFailed(RuntimeError):
@@ -51,6 +56,13 @@ class Verifiers:
             raise ImportError(
                 f"run_rollout of verifiers in {sys.executable} takes no {missing[0]!r}; {VERSIONS}"
             )
+        if names := _group_rewards(self._environment):
+            raise GroupRewards(
+                f"reward {', '.join(names)} of {settings['verifiers']} is given all rollouts of an "
+                "example at once, and each is scored by itself here; make it a function of one "
+                "(completion, answer, state, …), or take it out of the rubric: what compares the "
+                "rollouts of a prompt is the recipe (recipe.name)"
+            )
         self._client: Any = None
         self._rows: dict[bool, dict[int, dict[str, Any]]] = {}  # of held-out ones, and the others
 
@@ -70,7 +82,8 @@ class Verifiers:
             model=session.model,
             sampling_args={},
         )
-        if output.get("error"):
+        # behind its last turn the rubric has judged what there is
+        if output.get("error") and OUT_OF_TURNS not in _told(output["error"]):
             raise RolloutFailed(_told(output["error"]))
         metrics = {
             name: float(value)
@@ -113,6 +126,23 @@ class Verifiers:
 
 def load(settings: dict[str, Any]) -> Verifiers:
     return Verifiers(settings)
+
+
+def _group_rewards(environment: Any) -> list[str]:
+    """Names of the functions that the library gives a group; of parts of an environment too."""
+    waiting, names = [environment], list[str]()
+    while waiting:
+        each = waiting.pop()
+        waiting += getattr(each, "envs", None) or []  # of an EnvGroup
+        waiting += getattr(each, "rubrics", None) or []  # of a RubricGroup
+        if (rubric := getattr(each, "rubric", None)) is not None:
+            waiting.append(rubric)
+        own = getattr(each, "_get_group_reward_func_names", None)
+        found = own() if own is not None else []
+        if not found and not hasattr(each, "rubrics") and getattr(each, "has_group_rewards", False):
+            found = [type(each).__name__]  # it does not say which
+        names += [str(name) for name in found if name not in names]
+    return names
 
 
 def _told(error: Any) -> str:

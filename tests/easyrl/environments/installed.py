@@ -24,10 +24,10 @@ def folder_with(package: str) -> Path:
     return folder
 
 
-def python_with(folder: Path, where: Path) -> Path:
-    """An interpreter, written to ``where``, that imports from ``folder`` and nothing of ours."""
+def python_with(folder: Path, where: Path, *more: Path) -> Path:
+    """An interpreter, written to ``where``, that imports from these folders and nothing of ours."""
     script = where / "python"
-    paths = f"{folder}:{EXAMPLES}"
+    paths = ":".join(map(str, (folder, EXAMPLES, *more)))
     # -S: without the packages of the trainer's environment
     script.write_text(f'#!/bin/sh\nPYTHONPATH="{paths}" exec {sys.executable} -S "$@"\n')
     script.chmod(0o755)

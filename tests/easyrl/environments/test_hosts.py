@@ -21,6 +21,7 @@ from easyrl.environments.failures import (
     EnvironmentFailed,
     EnvironmentUnreachable,
     HostDied,
+    OutOfTurns,
     RolloutHung,
 )
 from easyrl.environments.host_process import Outcome
@@ -33,7 +34,7 @@ from tests.easyrl.environments.environment_cases import (
     running,
     written,
 )
-from tests.easyrl.environments.scripted_chat import ScriptedChat, refuses
+from tests.easyrl.environments.scripted_chat import ScriptedChat, refuses, says
 
 ROOT = Path(__file__).parents[3]
 
@@ -194,6 +195,48 @@ async def test_an_error_of_the_gateway_is_the_rollout_s(tmp_path: Path) -> None:
         async with running(coroutine(tmp_path, BEHAVIOURS)) as hosts:
             with pytest.raises(EnvironmentFailed, match="400: temperature is training's"):
                 await rollout(hosts, chat)
+
+
+OUT_OF_TURNS = """
+    import openai
+
+    class AgentError(Exception): ...
+
+    async def rollout(client, prompt):
+        turns = []
+        try:
+            while True:
+                reply = await client.chat.completions.create(
+                    model=prompt.model, messages=prompt.messages
+                )
+                turns.append(reply.id)
+        except openai.BadRequestError as error:
+            if prompt.text == "wraps":
+                raise AgentError("no further turn") from error
+            if prompt.text == "group":
+                raise ExceptionGroup("several agents", [ValueError(), error])
+            if prompt.text == "fault":
+                turns[99]
+            if prompt.text == "passes":
+                raise
+        return {"reward": 0.5, "turn_rewards": dict.fromkeys(turns, 0.25)}
+"""
+
+
+@pytest.mark.parametrize("behaviour", ["passes", "wraps", "group", "fault", "returns"])
+async def test_a_refused_turn_that_a_rollout_lets_pass_is_told_apart(
+    behaviour: str, tmp_path: Path
+) -> None:
+    answers = iter([says("one"), says("two"), refuses(400, "2 turns", "max_turns_exceeded")])
+    async with ScriptedChat(lambda _: next(answers)) as chat:
+        async with running(coroutine(tmp_path, OUT_OF_TURNS)) as hosts:
+            if behaviour == "returns":
+                outcome = await rollout(hosts, chat, behaviour)
+                assert outcome.turn_rewards == {"chatcmpl-1": 0.25, "chatcmpl-2": 0.25}
+                return
+            with pytest.raises(EnvironmentFailed) as raised:
+                await rollout(hosts, chat, behaviour)
+    assert isinstance(raised.value, OutOfTurns) == (behaviour != "fault")
 
 
 async def test_a_host_that_dies_fails_its_own_rollouts_and_is_replaced(tmp_path: Path) -> None:

@@ -112,6 +112,15 @@ async def test_the_end_of_the_context_is_an_end_and_its_rubric_judges(tmp_path: 
     assert outcome.reward == pytest.approx(0.5)  # for the one guess that it had room for
 
 
+async def test_behind_the_last_turn_that_the_run_allows_its_rubric_judges(tmp_path: Path) -> None:
+    refused = "max_turns_exceeded: an episode has at most 1 turns (max_turns of its environment)"
+    answers = iter([says("3"), refuses(400, refused, "max_turns_exceeded")])
+    async with ScriptedChat(lambda _: next(answers)) as chat:
+        async with running(environment(tmp_path, "guessing", weight_of_speed=0.5)) as hosts:
+            outcome = await rollout(hosts, chat, prompt(answer="4"))
+    assert outcome.reward == pytest.approx(0.5)  # for the one guess that it was allowed
+
+
 async def test_an_environment_that_is_not_there(tmp_path: Path) -> None:
     hosts = EnvironmentHosts(environment(tmp_path, "nothing_of_that_name"))
     try:
@@ -119,6 +128,56 @@ async def test_an_environment_that_is_not_there(tmp_path: Path) -> None:
             await hosts.start()
     finally:
         await hosts.close()
+
+
+GROUPED = """
+    import verifiers as vf
+    from datasets import Dataset
+
+    def right(completion, answer) -> float:
+        return 1.0
+
+    def spread(completions, **kwargs) -> list[float]:
+        return [0.0 for _ in completions]
+
+    def ranked(states) -> list[float]:
+        return [0.0 for _ in states]
+
+    def single(*functions):
+        rows = Dataset.from_list([{"question": "1 + 1", "answer": "2"}])
+        return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=list(functions)))
+
+    def load_environment(kind):
+        if kind == "rubric":
+            return single(right, spread)
+        environment = single(right)
+        if kind == "rubric group":
+            rubrics = [vf.Rubric(funcs=[right]), vf.Rubric(funcs=[ranked])]
+            environment.rubric = vf.RubricGroup(rubrics)
+        if kind == "environment group":
+            return vf.EnvGroup([environment, single(ranked)])
+        return environment
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("rubric", "spread"), ("rubric group", "ranked"), ("environment group", "ranked")],
+)
+async def test_rewards_of_a_whole_group_are_refused_at_the_start(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    written(folder, GROUPED, "grouped.py")
+    python = python_with(folder_with("verifiers"), tmp_path, folder)
+    config = EnvironmentConfig(name="vf", verifiers="grouped", args={"kind": kind}, python=python)
+    said = await failure(config)
+    assert said.startswith("environment vf: ")
+    assert f"reward {name} of grouped is given all rollouts" in said
+    single = config.model_copy(update={"args": {"kind": "one by one"}})
+    async with running(single):
+        pass
 
 
 # -- without the library

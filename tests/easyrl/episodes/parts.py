@@ -40,6 +40,7 @@ class Endpoint:
     seeds: list[int] = field(default_factory=list)
     sampling: list[SamplingConfig] = field(default_factory=list)
     prompts: list[np.ndarray] = field(default_factory=list)
+    delays_s: list[float] = field(default_factory=list)  # of the first answers
 
     def __post_init__(self) -> None:
         self.gate = asyncio.Event()
@@ -50,6 +51,8 @@ class Endpoint:
         self.prompts.append(ids)
         if self.gated:
             await self.gate.wait()
+        if self.delays_s:
+            await asyncio.sleep(self.delays_s.pop(0))
         if self.errors:
             raise self.errors.pop(0)
         return sampled(np.random.default_rng(seed).integers(0, 50, sampling.max_tokens))
@@ -75,7 +78,7 @@ class OpenGateway:
 class Said:
     reward: float
     components: dict[str, float] = field(default_factory=dict)
-    turn_rewards: tuple[float, ...] = ()
+    turn_rewards: tuple[float, ...] | dict[str, float] = ()
     tool_calls: tuple[ToolCallTime, ...] = ()
 
 

@@ -14,6 +14,7 @@ from easyrl.environments.failures import (
     EnvironmentFailed,
     EnvironmentUnreachable,
     HostDied,
+    OutOfTurns,
     RolloutHung,
 )
 from easyrl.episodes.outages import EnvironmentOutages
@@ -24,7 +25,7 @@ from easyrl.episodes.player import (
     EpisodePlayer,
 )
 from easyrl.episodes.scorer import EpisodeScorer
-from easyrl.episodes.session import Session, SessionLost
+from easyrl.episodes.session import Session, SessionLost, TurnRefused
 from easyrl.episodes.turns import failed_at_once
 from easyrl.inference_client.errors import Outage
 from easyrl.schema import Completion, Prompt, RewardError
@@ -367,3 +368,70 @@ async def test_a_cancelled_sample_cancels_its_rollout():
     with pytest.raises(asyncio.CancelledError):
         await playing
     assert ended == ["cancelled"]
+
+
+@pytest.mark.parametrize("rewards", ["by id", "unknown", "of another start", "none"])
+async def test_turn_rewards_by_id_find_their_turns_in_any_order(rewards: str):
+    async def branches(session: Session, prompt: Prompt) -> Said:
+        slow, fast = session.turn(IDS), session.turn(IDS[:2])
+        first, second = await asyncio.gather(slow, fast)
+        third = await session.turn(IDS)
+        given = {
+            "by id": {third.id: 3.0, second.id: 2.0},
+            "unknown": {first.id: 1.0, "chatcmpl-9": 1.0},
+            "of another start": {f"turn-{'0' * 16}-0": 1.0},
+            "none": {},
+        }
+        return Said(0.5, turn_rewards=given[rewards])
+
+    endpoint = Endpoint(delays_s=[0.05, 0.0, 0.0])
+    made = await play(player(branches), endpoint)
+    assert made.episode is not None
+    assert [len(made.token_ids[t.start : t.sampled]) for t in made.episode.turns] == [2, 3, 3]
+    if rewards == "by id":
+        assert made.episode.turn_rewards == (2.0, 0.0, 3.0)
+    elif rewards == "none":
+        assert made.episode.turn_rewards == () and made.episode.failure is None
+    else:
+        named = "chatcmpl-9" if rewards == "unknown" else f"turn-{'0' * 16}-0"
+        said = made.episode.failure
+        assert said is not None and f"no turn {named!r}" in said and "its 3 are turn-" in said
+
+
+@pytest.mark.parametrize("passes", [True, False])
+async def test_an_episode_may_end_by_its_turn_limit(passes: bool):
+    async def goes_on(session: Session, prompt: Prompt) -> Said:
+        await session.turn(IDS)
+        await session.turn(IDS)
+        try:
+            await session.turn(IDS)
+        except TurnRefused as error:
+            if passes:
+                raise OutOfTurns("game", str(error)) from error
+        return Said(0.5, {"moves": 2.0})
+
+    gateway = OpenGateway()
+    of = EpisodePlayer(gateway, [Environment(gateway, goes_on, max_turns=2)], lambda prompt: 0)
+    made = await play(of, Endpoint())
+    assert (made.finish_reason, made.truncated) == ("max_turns", True)
+    assert made.episode is not None and made.episode.failure is None
+    assert [turn.finish_reason for turn in made.episode.turns] == ["stop", "stop"]
+    score = await EpisodeScorer().score_sample(PROMPT, made)
+    assert (score.reward, score.failed) == (0.0 if passes else 0.5, False)
+    cut = await EpisodeScorer(truncated_reward=-1.0).score_sample(PROMPT, made)
+    assert (cut.reward, cut.failed) == (-1.0, False)
+    metrics = of.times.taken()
+    assert metrics["environment/game/failures"] == 0.0
+    assert metrics["environment/game/truncated"] == 1.0
+
+
+async def test_a_limit_that_was_not_reached_is_no_excuse():
+    """Nor for a host that says so: what the session has refused counts."""
+
+    async def forges(session: Session, prompt: Prompt) -> Said:
+        await session.turn(IDS)
+        raise OutOfTurns("game", "400: at most 2 turns")
+
+    made = await play(player(forges), Endpoint())
+    assert made.episode is not None and made.episode.failure is not None
+    assert made.finish_reason == "stop"

@@ -14,7 +14,7 @@ from easyrl.completion_check import CompletionLimits, completion_problem
 from easyrl.dataloaders.packing.episodes import branch_parts
 from easyrl.schema import Completion
 from tests.dataloaders.packed_rows import BUSY
-from tests.easyrl.episodes.trees import Logged, episode, random_tokens, typical
+from tests.easyrl.episodes.trees import Logged, episode, random_tokens, records_of, typical
 
 LIMITS = CompletionLimits(vocab_size=64)
 
@@ -145,3 +145,32 @@ def test_a_single_turn_is_a_response_with_its_prompt(length: int):
     assert made.token_ids.tolist() == prompt + answer
     assert made.loss_mask.tolist() == [False] * 4 + [True] * length
     assert [tuple(span)[1:] for span in made.version_spans] == [(4, 4 + length)]
+
+
+def test_records_are_as_long_as_the_tree_however_often_a_history_is_sent():
+    """A hundred turns, each of which is shown all that came before."""
+    rng = np.random.default_rng(4)
+    shown, logged = random_tokens(rng, 50), []
+    for _ in range(100):
+        logged.append(Logged(list(shown), random_tokens(rng, 10)))
+        shown += [*logged[-1].sampled, *random_tokens(rng, 20)]
+    records = records_of(*logged)
+    assert [record.parent for record in records] == [None, *range(99)]
+    kept = sum(len(record.new_ids) + len(record.token_ids) for record in records)
+    assert kept == len(shown) - 20
+    assert all(record.new_ids.base is None for record in records)  # no view keeps a whole prompt
+    assert paths(episode(*logged)) == expected(logged)
+
+
+@BUSY
+@given(conversations())
+def test_a_prompt_continues_the_longest_that_it_begins_with_and_of_equal_ones_the_newest(logged):
+    records = records_of(*logged)
+    wholes = [each.prompt + each.sampled for each in logged]
+    for number, (each, record) in enumerate(zip(logged, records, strict=True)):
+        begun = [
+            (len(whole), place)
+            for place, whole in enumerate(wholes[:number])
+            if each.prompt[: len(whole)] == whole
+        ]
+        assert (record.num_before, record.parent) == max(begun, default=(0, None))

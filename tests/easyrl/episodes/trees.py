@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from easyrl.episodes.turns import TurnRecord, episode_completion
+from easyrl.episodes.turns import TurnRecord, episode_completion, recorded
 from easyrl.schema import Completion, Prompt, RolloutGroup, Score
 from tests.easyrl.episodes.parts import VERSION, sampled
 
@@ -20,13 +20,16 @@ class Logged(NamedTuple):
     url: str = "http://a"
 
 
-def record(logged: Logged) -> TurnRecord:
-    made = sampled(np.array(logged.sampled, np.int32), logged.url)
-    return TurnRecord(np.array(logged.prompt, np.int32), made)
+def records_of(*logged: Logged) -> list[TurnRecord]:
+    records: list[TurnRecord] = []
+    for each in logged:
+        made = sampled(np.array(each.sampled, np.int32), each.url)
+        records.append(recorded(np.array(each.prompt, np.int32), made, records))
+    return records
 
 
 def episode(*logged: Logged, reward: float = 1.0) -> Completion:
-    return episode_completion([record(each) for each in logged], "game", reward)
+    return episode_completion(records_of(*logged), "game", reward)
 
 
 def group(*completions: Completion, index: int = 0) -> RolloutGroup:

@@ -33,6 +33,7 @@ from easyrl.runtime.frames import FrameSplitter, frame
 from easyrl.schema import VersionSpan
 
 START, END = "<|im_start|>", "<|im_end|>"
+OTHER_END = "<|eom|>"  # that a model may end a turn with, and no template writes
 STAMP, KEY, SESSION = "run:1:0", "secret", "s1"
 
 _TOOLS = (
@@ -89,7 +90,7 @@ def chat_tokenizer(chat_template: str | None = PLAIN) -> PreTrainedTokenizerFast
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=END, additional_special_tokens=[START]
+        tokenizer_object=backend, eos_token=END, additional_special_tokens=[START, OTHER_END]
     )
     tokenizer.add_tokens([AddedToken(t, special=False) for t in ("<think>", "</think>")])
     tokenizer.chat_template = chat_template
@@ -163,7 +164,8 @@ def answer_of(number: int, ids: list[int], finish_reason: str = "stop") -> Answe
     logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / 8
     spans = (VersionSpan(STAMP, 0, len(ids)),)
     sampled = np.array(ids, np.int32).tobytes()
-    return Answer(number, sampled, logprobs.tobytes(), finish_reason, spans, "http://endpoint")
+    said = sampled, logprobs.tobytes(), finish_reason, spans, "http://endpoint"
+    return Answer(number, *said, f"turn-{SESSION}-{number}")
 
 
 class Served:
@@ -205,6 +207,7 @@ async def served(
     ours, theirs = socket.socketpair()
     trainer = Trainer(tokenizer, ours)
     serving = asyncio.create_task(serve(theirs))
+    settings.setdefault("end_ids", [tokenizer.eos_token_id])
     running = asyncio.create_task(trainer.run(Settings(str(folder), **settings)))
     try:
         done, _ = await asyncio.wait(

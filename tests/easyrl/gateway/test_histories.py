@@ -1,6 +1,7 @@
 """What the model is shown of a conversation: sampled ids stay, what is new is rendered."""
 
 import itertools
+import json
 from random import Random
 
 import pytest
@@ -9,6 +10,7 @@ from tests.easyrl.gateway.gateway_parts import (
     ADD,
     ALTERNATING,
     END,
+    KEY,
     PLAIN,
     START,
     STRIPPING,
@@ -52,6 +54,22 @@ async def test_a_turn_that_retokenises_otherwise_keeps_its_sampled_ids(tmp_path)
         assert answer["content"] == "then the answer is in there"
         await gateway.chat(QUESTION, answer, NEXT)
         assert trainer.prompt(1) == trainer.prompt(0) + sampled + trainer.ids(NEW)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_later_answer_tells_all_that_the_model_was_shown(tmp_path, stream):
+    async with served(tmp_path) as gateway:
+        trainer = gateway.trainer
+        answer = await gateway.chat(QUESTION)
+        body = {"messages": [QUESTION, answer, NEXT], "return_token_ids": True, "stream": stream}
+        headers = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "one"}
+        url = gateway.url + "/v1/chat/completions"
+        for _ in range(2):  # once more: as it was kept
+            async with gateway.http.post(url, json=body, headers=headers) as response:
+                text = await response.text()
+            whole = json.loads(text.split("\n\n")[0].removeprefix("data: "))
+            assert whole["prompt_token_ids"] == trainer.prompt(1)
+        assert len(trainer.asked) == 2
 
 
 async def test_ten_turns_each_extend_the_one_before(tmp_path):

@@ -131,3 +131,24 @@ async def test_a_retry_of_the_sdk_after_a_failure_is_a_turn_of_its_own(tmp_path)
         gateway.trainer.says = [Refused(0, 503, "not now"), "yes"]
         made = await client.chat.completions.create(model="any", messages=[QUESTION])
         assert made.choices[0].message.content == "yes" and len(gateway.trainer.asked) == 2
+
+
+async def test_each_answer_tells_its_turn_s_id(tmp_path):
+    async with served(tmp_path) as gateway, client_of(gateway) as client:
+        told = await client.chat.completions.with_raw_response.create(
+            model="any", messages=[QUESTION]
+        )
+        made = told.parse()
+        assert made.id == told.headers["X-Turn-Id"] == f"turn-{SESSION}-0"
+        parts = [
+            part.id
+            async for part in await client.chat.completions.create(
+                model="any", messages=[QUESTION], stream=True
+            )
+        ]
+        assert set(parts) == {f"turn-{SESSION}-1"}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        url = gateway.url + "/inference/v1/generate"
+        async with gateway.http.post(url, json={"token_ids": [1]}, headers=headers) as response:
+            said = await response.json()
+            assert said["request_id"] == response.headers["X-Turn-Id"] == f"turn-{SESSION}-2"

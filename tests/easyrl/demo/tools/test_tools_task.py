@@ -36,7 +36,7 @@ from easyrl.environments.tool_sources import tools_of
 from easyrl.environments.tools import Tools
 from easyrl.gateway.prompts import template_continues
 from easyrl.gateway.rendering import Renderer
-from easyrl.gateway.tool_calls import parser_named
+from easyrl.gateway.tool_parsers import chosen_parser
 
 ROOT = Path(__file__).parents[4]
 CONFIG = Path("configs/demo_tools.yaml")
@@ -57,11 +57,12 @@ async def test_a_conversation_is_what_gateway_and_tools_make_of_its_answers(habi
     """The texts of the warm start are written without the template, and results without a tool."""
     tokenizer, shown = build_tokenizer(), habit(PRODUCT)
     renderer = Renderer(tokenizer)
-    parser = parser_named("auto", renderer.chat_template)
+    parser = chosen_parser("auto", renderer.chat_template)
+    assert parser is not None and parser.name == "hermes"
     chat = [{"role": "user", "content": shown.question}]
     text = renderer.text(chat, tools.schemas)
     for number, said in enumerate(shown.said):
-        content, calls = parser(said, {TOOL})
+        content, calls = parser.parse(said, {TOOL: {}})
         assert bool(calls) == (number < len(shown.results))
         text += f"{said}{tokenizer.eos_token}"
         message = {"role": "assistant", "content": content}
