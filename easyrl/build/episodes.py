@@ -8,14 +8,14 @@ from functools import partial
 
 import numpy as np
 
-from easyrl.config import Config, ConfigError, SamplingConfig
+from easyrl.config import Config, ConfigError, HistoryMode, SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed
 from easyrl.environments.hosts import EnvironmentHosts
 from easyrl.environments.mixing import environment_of
 from easyrl.episodes.gateway_child import GatewayChild
 from easyrl.episodes.player import EpisodePlayer
 from easyrl.episodes.session import Generate
-from easyrl.gateway.messages import Settings
+from easyrl.gateway.messages import NO_TEMPLATE, Settings
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.metrics.event_log import Record, ignore
@@ -23,6 +23,12 @@ from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import Completion, GatewayGone, Prompt
 
 log = logging.getLogger(__name__)
+
+# Where the chat template renders earlier turns otherwise than they were sampled.
+BEHIND_ANSWER: dict[HistoryMode, str] = {
+    "keep": "continues the tokens that were sampled",
+    "as_template": "begins a branch, of the tokens that the template makes of it",
+}
 
 
 def open_episodes(
@@ -45,7 +51,7 @@ def open_episodes(
     except GatewayGone as error:
         raise ConfigError(str(error)) from error
     if problem is not None:
-        log.warning("environments: the chat template cannot continue a conversation: %s", problem)
+        _warn_of_template(config, problem)
     hosts = []
     for number, environment in enumerate(config.environments):
         of = EnvironmentHosts(environment)
@@ -68,6 +74,26 @@ def open_episodes(
             each.served is None or each.served.applies_stop_strings for each in pool.endpoints
         ),
         record=record,
+    )
+
+
+def _warn_of_template(config: Config, problem: str) -> None:
+    """What comes of a template that renders an answered turn otherwise than it was sampled."""
+    if problem == NO_TEMPLATE:
+        log.warning(
+            "environments: %s has no chat template, so that chat requests are refused and token "
+            "ids alone are taken; give one as data.chat_template",
+            config.model.tokenizer_path,
+        )
+        return
+    log.warning(
+        "environments: the chat template does not continue a conversation exactly: %s. Behind an "
+        "answer, %s",
+        problem,
+        "; ".join(
+            f"{each.name} (history: {each.history}) {BEHIND_ANSWER[each.history]}"
+            for each in config.environments
+        ),
     )
 
 

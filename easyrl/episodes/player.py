@@ -94,7 +94,8 @@ class EpisodePlayer:
     record: Record = ignore
     span: AddSpan = ignore_span  # told of each episode, by its environment's name
     num_restarts: int = field(default=0, init=False)
-    times: EpisodeTimes = field(default_factory=EpisodeTimes, init=False)
+    times: EpisodeTimes = field(default_factory=EpisodeTimes, init=False)  # those to be trained
+    held_out_times: EpisodeTimes = field(default_factory=EpisodeTimes, init=False)
 
     async def play(
         self,
@@ -153,7 +154,8 @@ class EpisodePlayer:
         finally:
             whole = start_s, time.monotonic()
             tell_spans(self.span, name, session, number, whole, calls)
-        self.times.add(name, made, session, whole, calls)
+        times = self.held_out_times if session.prompt.is_held_out else self.times
+        times.add(name, made, session, whole, calls)
         return made
 
     async def _episode(

@@ -464,10 +464,11 @@ SECTIONS = (
             Metric(
                 "environment/<environment>/episodes",
                 "count",
-                "that ended since the report before, on the first rank, as are all of these",
+                "to be trained that ended since the report before, as are all of these",
             ),
             Metric("environment/<environment>/failures", "count", "of them, those that failed"),
             Metric("environment/<environment>/turns", "count", "of an episode, mean"),
+            Metric("environment/<environment>/branches", "count", "of an episode, mean"),
             Metric("environment/<environment>/tokens", "tokens", "sampled for an episode, mean"),
             Metric("environment/<environment>/episode_s", "s", "of an episode, mean"),
             Metric(
@@ -482,6 +483,11 @@ SECTIONS = (
                 "calls that the model was told an error of",
             ),
             Metric("environment/<environment>/tool_s", "s", "of a call, mean"),
+            Metric(
+                "environment/<environment>/held_out/<metric>",
+                "",
+                "the same of episodes of held-out prompts, beside their evaluation's figures",
+            ),
         ),
     ),
     Section(
