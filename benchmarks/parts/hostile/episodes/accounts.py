@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.parts.hostile.episodes.plan import PlannedPrompt
-from benchmarks.parts.hostile.episodes.scene import ANSWERED, HAPPENED, WRONG
+from benchmarks.parts.hostile.episodes.scene import ANSWERED, HAPPENED, WRONG, reward_of
 from benchmarks.parts.trained_contents import requests_of
 from easyrl.ledger.recorded_run import RecordedRun
 from easyrl.runtime.seeding import sample_seed
@@ -29,11 +29,14 @@ class EpisodeAccounts:
     happened: how often, by behaviour.
     num_turns: trained ones that were compared.
     num_excluded: groups that had to be, and were, with a reason.
+    first_rewards: of the first batch's samples that behaved, by prompt and number: the weights
+        and seeds are those of any other run, and so is what they sample.
     """
 
     happened: Counter[str] = field(default_factory=Counter)
     num_turns: int = 0
     num_excluded: int = 0
+    first_rewards: dict[tuple[int, int], float] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)  # excluded, and had not to be
     wrong: list[str] = field(default_factory=list)  # trained otherwise than it was told
     problems: list[str] = field(default_factory=list)  # any other
@@ -61,7 +64,42 @@ def keep_accounts(
                 compare_trained(
                     kept, index, prompts[index], number, group.prompt, completion, told[seed]
                 )
+                if number in prompts[index].acting:
+                    continue
+                reward = group.scores[number].reward
+                compare_reward(kept, index, prompts[index], number, reward, told[seed])
+                if v == 0:
+                    kept.first_rewards[index, number] = reward
     return kept
+
+
+def compare_reward(
+    kept: EpisodeAccounts,
+    index: int,
+    prompt: PlannedPrompt,
+    number: int,
+    reward: float,
+    told: Counter[Turn],
+) -> None:
+    """Whether sample ``number``, which behaves, was trained with what its environment gave it."""
+    given = reward_of([token for _, sampled in told.elements() for token in sampled])
+    if reward != given:
+        name = f"{_name(index, prompt)}, sample {number}"
+        kept.wrong.append(f"{name}: reward {reward:g}, and its environment gave {given:g}")
+
+
+def compare_with_calm(kept: EpisodeAccounts, calm: Mapping[tuple[int, int], float]) -> int:
+    """How many rewards of the first batch the calm run has too; those that differ are wrong."""
+    both = sorted(kept.first_rewards.keys() & calm.keys())
+    if not both:
+        kept.problems.append("no reward of the first batch is one of the calm run's, too")
+    for index, number in both:
+        reward, in_calm = kept.first_rewards[index, number], calm[index, number]
+        if reward != in_calm:
+            kept.wrong.append(
+                f"prompt {index}, sample {number}: reward {reward:g}, {in_calm:g} in the calm run"
+            )
+    return len(both)
 
 
 def _excluded(kept: EpisodeAccounts, index: int, prompt: PlannedPrompt, reason: str | None) -> None:
