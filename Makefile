@@ -66,7 +66,7 @@ test-trackers: setup   ## each tracker's own package, without a network
 # own in a run, too. A test whose package is missing fails here; elsewhere it is skipped.
 test-verifiers: setup   ## environments of the verifiers library, and tools of MCP servers
 	test -d .verifiers/verifiers || $(BIN)/pip install --quiet --upgrade --target .verifiers "verifiers==0.1.14" mcp
-	EASYRL_TEST_VERIFIERS=$(abspath .verifiers) $(BIN)/python -m pytest -m "" tests/easyrl/environments/test_verifiers.py tests/easyrl/environments/test_mcp.py tests/end_to_end/test_verifiers_runs.py
+	EASYRL_TEST_VERIFIERS=$(abspath .verifiers) $(BIN)/python -m pytest -m "" tests/easyrl/environments/test_verifiers.py tests/easyrl/environments/test_mcp.py tests/end_to_end/test_own_environment_page.py tests/end_to_end/test_mcp_run.py tests/end_to_end/test_verifiers_runs.py
 
 # torch-npu cannot be imported without Ascend's CANN; its wheel (44 MB) has the operators'
 # declarations. Downloaded, not installed.

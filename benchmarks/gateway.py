@@ -5,14 +5,14 @@
 ``--sessions`` at a time, staggered, of three turns each: prompts of 750, 1,000 and 1,250 tokens,
 200 tokens out, from a scripted server that answers after 1 s ± 50 %, as the request's seed says.
 Every other session is a chat, the others send token ids. The client is an environment in its host
-process; it asks the gateway, as in a run (gateway, the producer's thread with sessions and records,
-fetcher), or, with the same code, the server itself. Meanwhile the main thread of the producer's
-process runs micro-batches of a random Qwen3, on a core of its own; all else shares the other one.
-Windows of both kinds take turns. A turn's time is what its client waits, less the server's own
-delay; ``added_ms`` are differences of percentiles, gateway less direct, of the route where they are
-larger. ``turns_per_cpu_s`` is of the three that stand between, ``trainer_slowdown`` of a
-micro-batch, the median of the blocks' ratios. The last line printed is one JSON object; the exit
-status is 0 if it is as expected.
+process; it asks the gateway, as in a run (gateway, the producer's thread with sessions, records and
+the journal of turns, fetcher), or, with the same code, the server itself. Meanwhile the main thread
+of the producer's process runs micro-batches of a random Qwen3, on a core of its own; all else
+shares the other one. Windows of both kinds take turns. A turn's time is what its client waits, less
+the server's own delay; ``added_ms`` are differences of percentiles, gateway less direct, of the
+route where they are larger. ``turns_per_cpu_s`` is of the three that stand between,
+``trainer_slowdown`` of a micro-batch, the median of the blocks' ratios. The last line printed is
+one JSON object; the exit status is 0 if it is as expected.
 """
 
 from __future__ import annotations

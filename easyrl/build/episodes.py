@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from easyrl.completion_check import Vocabulary
-from easyrl.config import Config, ConfigError, SamplingConfig
+from easyrl.config import Config, ConfigError, HistoryMode, SamplingConfig
 from easyrl.environments.failures import EnvironmentFailed
 from easyrl.environments.hosts import EnvironmentHosts
 from easyrl.environments.mixing import environment_of
@@ -17,7 +17,7 @@ from easyrl.episodes.gateway_child import GatewayChild
 from easyrl.episodes.outages import EnvironmentOutages
 from easyrl.episodes.player import EpisodePlayer
 from easyrl.episodes.rooms import MOST, RolloutRoom
-from easyrl.gateway.messages import Settings
+from easyrl.gateway.messages import NO_TEMPLATE, Settings
 from easyrl.gateway.tool_parsers import unread_calls
 from easyrl.inference_client.pool.endpoint import UNLIMITED
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
@@ -29,6 +29,11 @@ from easyrl.schema import Completion, GatewayGone, Prompt
 log = logging.getLogger(__name__)
 
 ROLLOUTS_PER_PLACE = 2  # open ones, for each request that endpoints may have in flight
+# Where the chat template renders earlier turns otherwise than they were sampled.
+BEHIND_ANSWER: dict[HistoryMode, str] = {
+    "keep": "continues the tokens that were sampled",
+    "as_template": "begins a branch, of the tokens that the template makes of it",
+}
 
 
 def open_episodes(
@@ -58,7 +63,7 @@ def open_episodes(
     except GatewayGone as error:
         raise ConfigError(str(error)) from error
     if problem is not None:
-        log.warning("environments: the chat template cannot continue a conversation: %s", problem)
+        _warn_of_template(config, problem)
     tell_tool_parser(config, gateway.tool_parser)
     hosts = []
     for number, environment in enumerate(config.environments):
@@ -111,6 +116,26 @@ def tell_tool_parser(config: Config, chosen: str | None) -> None:
         if environment.kind == "tools":
             raise ConfigError(f"{problem} (for environments[{number}].tools)")
     log.warning("%s; until then requests with tools are refused", problem)
+
+
+def _warn_of_template(config: Config, problem: str) -> None:
+    """What comes of a template that renders an answered turn otherwise than it was sampled."""
+    if problem == NO_TEMPLATE:
+        log.warning(
+            "environments: %s has no chat template, so that chat requests are refused and token "
+            "ids alone are taken; give one as data.chat_template",
+            config.model.tokenizer_path,
+        )
+        return
+    log.warning(
+        "environments: the chat template does not continue a conversation exactly: %s. Behind an "
+        "answer, %s",
+        problem,
+        "; ".join(
+            f"{each.name} (history: {each.history}) {BEHIND_ANSWER[each.history]}"
+            for each in config.environments
+        ),
+    )
 
 
 def _close(thread: LoopThread, hosts: EnvironmentHosts) -> None:

@@ -22,6 +22,7 @@ from easyrl.config import (
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
 from easyrl.episodes.player import EpisodeFailed, EpisodePlayer, OnTurn, ignore_turn
 from easyrl.episodes.scorer import EpisodeScorer
+from easyrl.episodes.times import environment_metrics
 from easyrl.inference_client.adapter_names import AdapterNames
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.errors import (
@@ -77,9 +78,19 @@ class Inference:
         """Whether an endpoint, or what an environment connects to, is waited for."""
         return self.pool.in_outage or (self.episodes is not None and self.episodes.outages.any)
 
-    def episode_metrics(self) -> dict[str, float]:
-        """Of the episodes that have ended since the last call; from any thread."""
-        return {} if self.episodes is None else self.episodes.metrics()
+    def episode_metrics(self, collectives: Collectives) -> dict[str, float]:
+        """Of the episodes to be trained that have ended since the last call, and of the
+        environments' hosts. Collective."""
+        if self.episodes is None:
+            return {}
+        return environment_metrics(collectives.all_gather(self.episodes.taken()))
+
+    def _held_out_metrics(self, collectives: Collectives) -> dict[str, float]:
+        """As ``episode_metrics``, of held-out prompts. Collective."""
+        if self.episodes is None:
+            return {}
+        taken = self.episodes.held_out_times.taken()
+        return environment_metrics(collectives.all_gather(taken), "held_out/")
 
     def rollouts(self) -> RolloutGenerator:
         """A producer of training groups."""
@@ -130,7 +141,14 @@ class Inference:
             )
             for name, config in evaluation.sets.items()
         ]
-        return Evaluator(evaluation, sets, is_interruption, collectives, stop)
+        return Evaluator(
+            evaluation,
+            sets,
+            is_interruption,
+            collectives,
+            stop,
+            known=lambda: self._held_out_metrics(collectives),
+        )
 
     def _generator(
         self,

@@ -51,7 +51,7 @@ def open_reporter(
             "time/reward_s": inference.rewards_busy.seconds,
             **timeline.seconds(),
         },
-        known=lambda: {**timeline.metrics(), **inference.episode_metrics()},
+        known=lambda: {**timeline.metrics(), **inference.episode_metrics(run.collectives)},
         trackers=trackers,
         mismatch=mismatch,
         alarms=alarms,

@@ -14,6 +14,8 @@ EnvironmentKind = Literal["coroutine", "verifiers", "openenv", "tools"]
 HistoryMode = Literal["keep", "as_template"]
 OnFailure = Literal["mask", "zero", "fail"]
 OF_TOKENS = ("overlong", "length_target", "repetition", "reward_model")  # rewards of token ids
+VARIABLE_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~\w-]+", re.ASCII)  # RFC 9110, section 5.6.2
 SOURCES = ("file", "verifiers", "openenv", "tools")
 
 
@@ -23,7 +25,10 @@ class ToolsConfig(Section):
     file: FilePath | None = None  # Python file of functions with annotations and docstrings
     functions: list[str] = []  # of the file, or tools of the server; empty: all that are public
     command: list[str] = []  # starts an MCP server that speaks over its standard input and output
+    env: dict[str, str] = {}  # of the command: variables beside HOME, PATH and the like, which are
+    # all that it gets of the trainer's; a secret as ${oc.env:NAME}
     url: str | None = None  # of an MCP server (streamable HTTP)
+    headers: dict[str, str] = {}  # of each request to the url; a secret as ${oc.env:NAME}
     timeout_s: PositiveFloat = 30.0  # of each call; one that takes longer is an error to the model
 
     @model_validator(mode="after")
@@ -32,6 +37,14 @@ class ToolsConfig(Section):
             raise ValueError("give one of file, command and url")
         if self.file is not None and not self.file.is_file():
             raise ValueError(f"file: {self.file} does not exist; correct the path")
+        if self.env and not self.command:
+            raise ValueError("env: is for command; remove it")
+        if self.headers and self.url is None:
+            raise ValueError("headers: are for url; remove them")
+        if wrong := [name for name in self.env if not VARIABLE_NAME.fullmatch(name)]:
+            raise ValueError(f"env: {wrong[0]!r} is no name of a variable; correct it")
+        if wrong := [name for name in self.headers if not HEADER_NAME.fullmatch(name)]:
+            raise ValueError(f"headers: {wrong[0]!r} is no name of a header; correct it")
         return self
 
 

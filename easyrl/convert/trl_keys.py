@@ -113,7 +113,11 @@ ROWS = (
     Row("shuffle_dataset", True, "data.shuffle", value=same),
     Row("seed", 42, "run.seed", value=same),
     has_none("data_seed", None, "run.seed is that of the prompts' order, too"),
-    has_none("max_tool_calling_iterations", None, "no tools are called"),
+    has_none(
+        "max_tool_calling_iterations",
+        None,
+        "one less than `environments[].max_turns`: tools are named there (docs/own_environment.md)",
+    ),
     has_none("vllm_structured_outputs_regex", None, "responses are sampled without a grammar"),
     Row("model_name_or_path", None, "model.path", "a folder, or a Hub id", value=same),
     Row("dataset_name", None, "data.dataset", value=same),

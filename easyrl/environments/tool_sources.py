@@ -54,7 +54,7 @@ class McpTools(ToolSource):
 
     def __init__(self, config: ToolsConfig) -> None:
         self._config = config
-        self._server = McpServer(config.command, config.url, config.timeout_s)
+        self._server = McpServer(config)
 
     async def open(self) -> list[Tool]:
         tools = await self._server.tools()

@@ -116,16 +116,19 @@ class EpisodePlayer:
     # of each environment, how many are open at a time; default: as many as are asked for
     rooms: Sequence[RolloutRoom] = ()
     num_restarts: int = field(default=0, init=False)
-    times: EpisodeTimes = field(default_factory=EpisodeTimes, init=False)
+    times: EpisodeTimes = field(default_factory=EpisodeTimes, init=False)  # those to be trained
+    held_out_times: EpisodeTimes = field(default_factory=EpisodeTimes, init=False)
 
     def __post_init__(self) -> None:
         self.rooms = self.rooms or [RolloutRoom() for _ in self.environments]
 
-    def metrics(self) -> dict[str, float]:
-        """Of the episodes that have ended since the last call; from any thread."""
-        hung = {each.name: each.num_hung_threads for each in self.environments}
-        told = {f"environment/{name}/hung_threads": float(n) for name, n in hung.items() if n}
-        return self.times.taken() | told
+    def taken(self) -> dict[str, dict[str, float]]:
+        """``times.taken``, with the threads that hang now in the environments' hosts."""
+        taken = self.times.taken()
+        for each in self.environments:
+            if hung := each.num_hung_threads:
+                taken.setdefault(each.name, {})["num_hung_threads"] = float(hung)
+        return taken
 
     def group(
         self, prompt: Prompt, num_members: int, rank: Rank
@@ -207,7 +210,8 @@ class EpisodePlayer:
         finally:
             whole = start_s, time.monotonic()
             tell_spans(self.span, name, session, number, whole, calls)
-        self.times.add(name, made, session, whole, calls)
+        times = self.held_out_times if session.prompt.is_held_out else self.times
+        times.add(name, made, session, whole, calls)
         return made
 
     async def _episode(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from easyrl.episodes.session import Session
@@ -12,6 +12,7 @@ from easyrl.schema import Completion
 from easyrl.timeline.spans import ACTING, EPISODE, AddSpan
 
 Interval = tuple[float, float]  # start and end, time.monotonic()
+Sums = Mapping[str, Mapping[str, float]]  # by environment, the numbers of its EnvironmentTotals
 
 
 class ToolCall(Protocol):
@@ -35,12 +36,19 @@ class EnvironmentTotals:
     num_failures: int = 0
     num_truncated: int = 0
     num_turns: int = 0
+    num_branches: int = 0
     num_tokens: int = 0  # sampled
     seconds: float = 0.0
     acting_s: float = 0.0  # nothing was sampled
     num_tool_calls: int = 0
     num_tool_failures: int = 0
     tool_s: float = 0.0  # calls side by side each
+    num_hung_threads: int = 0  # of its hosts, now
+
+    def add(self, sums: Mapping[str, float]) -> None:
+        """Those of other episodes, by the names of these fields."""
+        for name, value in sums.items():
+            setattr(self, name, getattr(self, name) + value)
 
     def metrics(self) -> dict[str, float]:
         """By the last part of their names; seconds and counts are means over the episodes."""
@@ -52,6 +60,7 @@ class EnvironmentTotals:
         if self.num_episodes:
             found |= {
                 "turns": self.num_turns / self.num_episodes,
+                "branches": self.num_branches / self.num_episodes,
                 "tokens": self.num_tokens / self.num_episodes,
                 "episode_s": self.seconds / self.num_episodes,
                 "environment_s": self.acting_s / self.num_episodes,
@@ -62,6 +71,8 @@ class EnvironmentTotals:
                 "tool_failures": float(self.num_tool_failures),
                 "tool_s": self.tool_s / self.num_tool_calls,
             }
+        if self.num_hung_threads:
+            found["hung_threads"] = float(self.num_hung_threads)
         return found
 
 
@@ -88,6 +99,7 @@ class EpisodeTimes:
             totals.num_failures += made.episode.failure is not None
             totals.num_truncated += made.truncated
             totals.num_turns += len(made.episode.turns)
+            totals.num_branches += made.episode.num_branches
             totals.num_tokens += len(made.sampled_ids)
             totals.seconds += whole[1] - whole[0]
             totals.acting_s += sum(end - start for start, end in between(whole, session.sampled_s))
@@ -95,15 +107,27 @@ class EpisodeTimes:
             totals.num_tool_failures += sum(call.is_error for call in calls)
             totals.tool_s += sum(call.end_s - call.start_s for call in calls)
 
-    def taken(self) -> dict[str, float]:
-        """The metrics of what was added since the last call."""
+    def taken(self) -> dict[str, dict[str, float]]:
+        """Sums of what was added since the last call, by the environment's name."""
         with self._lock:
             totals, self._totals = self._totals, {}
-        return {
-            f"environment/{name}/{metric}": value
-            for name, each in totals.items()
-            for metric, value in each.metrics().items()
-        }
+        return {name: asdict(each) for name, each in totals.items()}
+
+
+def environment_metrics(taken: Iterable[Sums], group: str = "") -> dict[str, float]:
+    """``environment/NAME/…`` of what ranks have taken of their times, all together.
+
+    ``group``: behind the name, for episodes that are not trained.
+    """
+    merged: dict[str, EnvironmentTotals] = {}
+    for of_rank in taken:
+        for name, sums in of_rank.items():
+            merged.setdefault(name, EnvironmentTotals()).add(sums)
+    return {
+        f"environment/{name}/{group}{metric}": value
+        for name, totals in merged.items()
+        for metric, value in totals.metrics().items()
+    }
 
 
 def tell_spans(

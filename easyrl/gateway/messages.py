@@ -10,6 +10,8 @@ import numpy as np
 from easyrl.config import HistoryMode, ToolParserName
 from easyrl.schema import Completion, VersionSpan
 
+NO_TEMPLATE = "there is none"  # a ``template_problem``: chats cannot be rendered at all
+
 
 class Settings(msgspec.Struct, array_like=True):
     """The first message to a gateway, by itself."""

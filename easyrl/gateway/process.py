@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from easyrl.gateway.messages import (
+    NO_TEMPLATE,
     Ready,
     Request,
     Settings,
@@ -101,7 +102,7 @@ def _gateway(settings: Settings, outbox: _Outbox) -> tuple[Gateway, str | None]:
     """The gateway, and why its template cannot continue what was sampled."""
     tokenizer = read_tokenizer(Path(settings.tokenizer))
     renderer: Renderer | None = None
-    problem: str | None = "there is none"
+    problem: str | None = NO_TEMPLATE
     if settings.chat_template is not None or tokenizer.chat_template is not None:
         renderer = Renderer(
             tokenizer,

@@ -473,7 +473,7 @@ SECTIONS = (
             Metric(
                 "environment/<environment>/episodes",
                 "count",
-                "that ended since the report before, on the first rank, as are all of these",
+                "to be trained that ended since the report before, as are all of these",
             ),
             Metric("environment/<environment>/failures", "count", "of them, those that failed"),
             Metric(
@@ -482,6 +482,7 @@ SECTIONS = (
                 "of them, those that were refused a turn by max_turns, or whose last was cut off",
             ),
             Metric("environment/<environment>/turns", "count", "of an episode, mean"),
+            Metric("environment/<environment>/branches", "count", "of an episode, mean"),
             Metric("environment/<environment>/tokens", "tokens", "sampled for an episode, mean"),
             Metric("environment/<environment>/episode_s", "s", "of an episode, mean"),
             Metric(
@@ -501,6 +502,11 @@ SECTIONS = (
                 "count",
                 "threads of its hosts, now, whose calls did not end in their time; none is not "
                 "reported",
+            ),
+            Metric(
+                "environment/<environment>/held_out/<metric>",
+                "",
+                "the same of episodes of held-out prompts, beside their evaluation's figures",
             ),
         ),
     ),

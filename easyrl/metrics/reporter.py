@@ -23,7 +23,7 @@ class StepReporter:
     # Seconds so far of what goes on beside the trainer's thread, by the metric that has those from
     # one report to the next.
     seconds: Mapping[str, Callable[[], float]] = field(default_factory=dict)
-    known: Callable[[], Mapping[str, float]] = dict  # what else is known at a report
+    known: Callable[[], Mapping[str, float]] = dict  # what else is known at a report, on all ranks
     trackers: Sequence[Tracker] = ()  # on the first rank
     mismatch: LogprobMismatch | None = None  # on the first rank
     alarms: Alarms | None = None  # on the first rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -58,6 +58,7 @@ class Evaluator:
     stop: StopRequest
     # told the set's name and each of this rank's groups; of one that is generated again, again
     on_group: Callable[[str, RolloutGroup], object] = lambda name, group: None
+    known: Callable[[], Mapping[str, float]] = dict  # what else there is to say of one. Collective
 
     def evaluate(self, version: str | None) -> dict[str, float]:
         """``eval/*``, by what the endpoints serve. Collective."""
@@ -128,6 +129,7 @@ class RunningEvaluation:
         figures: dict[str, float] = {}
         for each in self._sets:
             figures |= each.held_out.metrics(each.judged, collectives)
+        figures |= self._evaluator.known()
         seconds = max(each.ended_s for each in self._sets) - self._started_s
         return figures | {"time/evaluation_s": max(collectives.all_gather(seconds))}
 

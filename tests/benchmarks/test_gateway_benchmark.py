@@ -10,6 +10,7 @@ import pytest
 from benchmarks.gateway import _result
 from benchmarks.parts.gateway.load import (
     LATENCY_S,
+    NUM_TURNS,
     NUM_VARIANTS,
     SAMPLED_TOKENS,
     SPREAD,
@@ -19,8 +20,10 @@ from benchmarks.parts.gateway.load import (
     write_variants,
 )
 from benchmarks.parts.gateway.server import Script
-from benchmarks.parts.gateway.sessions import Turns
+from benchmarks.parts.gateway.sessions import Turns, sessions
 from benchmarks.parts.gateway.windows import Window
+from easyrl.ledger.journal.reading import JournalFile
+from easyrl.ledger.journal.turns import read_turns
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +75,15 @@ def test_the_dearer_route_counts_and_each_bound_holds(
         "added_ms_p99": round(1e3 * (chat_s - 0.002), 2),
         "trainer_slowdown": round(step_s / 0.1 - 1, 4),
     }
+
+
+@pytest.mark.runs
+def test_turns_through_the_gateway_are_journalled_before_they_are_answered(tmp_path: Path) -> None:
+    with sessions(tmp_path, 2, 0) as (inference, _, of):
+        direct = inference.thread.run(of.run(0.6, direct=True))
+        through = inference.thread.run(of.run(0.6, direct=False))
+    assert direct.number == through.number == 2 * NUM_TURNS
+    (file,) = [JournalFile(0, 0, path) for path in tmp_path.glob("*.turns")]
+    turns = list(read_turns(file))
+    assert len(turns) == through.number
+    assert all(len(turn.completion.token_ids) == SAMPLED_TOKENS for turn in turns)

@@ -14,7 +14,9 @@ import benchmarks.parts.hostile.episodes.environment  # noqa: F401 (fills the ca
 from benchmarks.parts.hostile.episodes.accounts import (
     GATEWAY_DIED,
     EpisodeAccounts,
+    compare_reward,
     compare_trained,
+    compare_with_calm,
     told_by,
 )
 from benchmarks.parts.hostile.episodes.catalogue import BEHAVIOURS
@@ -24,6 +26,7 @@ from benchmarks.parts.hostile.episodes.plan import (
     plan_prompts,
     write_episode_prompts,
 )
+from benchmarks.parts.hostile.episodes.scene import reward_of
 from easyrl.episodes.turns import TurnRecord, episode_completion, failed_at_once
 from easyrl.runtime.seeding import sample_seed
 from easyrl.schema import Completion, Prompt
@@ -109,3 +112,19 @@ def test_only_the_last_session_of_an_episode_counts(tmp_path: Path) -> None:
     file = tmp_path / "answered.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert told_by(file) == {1: {((3,), (4,)): 2}, 2: {((1,), (2,)): 1}}
+
+
+def test_rewards_are_what_the_environment_gave_and_the_calm_run_had() -> None:
+    def problems(reward: float, calm: dict[tuple[int, int], float]) -> list[str]:
+        kept = EpisodeAccounts(first_rewards={(3, 1): reward, (4, 0): 0.0})
+        compare_reward(kept, 3, PlannedPrompt(None, ()), 1, reward, Counter({TURN: 2}))
+        assert compare_with_calm(kept, calm) == len(calm)
+        return kept.wrong + kept.problems
+
+    given = reward_of(TURN[1] * 2)
+    assert problems(given, {(3, 1): given}) == []
+    (wrong,) = problems(given + 1, {(3, 1): given + 1})
+    assert wrong.endswith(f"reward {given + 1:g}, and its environment gave {given:g}")
+    (other,) = problems(given, {(3, 1): given + 1, (4, 0): 0.0})
+    assert other.endswith(f"sample 1: reward {given:g}, {given + 1:g} in the calm run")
+    assert problems(given, {}) == ["no reward of the first batch is one of the calm run's, too"]

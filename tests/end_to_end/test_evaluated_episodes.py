@@ -12,11 +12,18 @@ import pytest
 from benchmarks.parts.random_model import write_prompts
 from easyrl.metrics.trackers import read_metrics
 from tests.end_to_end.trainer_run import run_to_end, run_trainer
-from tests.golden.whole_run import NUM_BATCHES, PROMPT_TOKENS, Inputs, servers, strict_command
+from tests.golden.whole_run import (
+    BATCH,
+    NUM_BATCHES,
+    PROMPT_TOKENS,
+    Inputs,
+    servers,
+    strict_command,
+)
 
 pytestmark = pytest.mark.runs
 
-NUM_HELD_OUT, NUM_SAMPLES = 12, 4
+NUM_HELD_OUT, NUM_SAMPLES, NUM_GENERATIONS = 12, 4, 4
 FIGURES = ("eval/accuracy", "eval/avg@4", "eval/pass@1", "eval/pass@4", "eval/excluded")
 # Right is an episode whose second answer begins with a token of the first; every fourth prompt's
 # fails behind its first turn, and nothing is right of it.
@@ -66,6 +73,12 @@ def test_a_version_is_evaluated_beside_its_batch_with_the_episodes_it_has_alone(
         assert {name: alone[name] for name in FIGURES} == {name: beside[name] for name in FIGURES}
         assert alone["eval/avg@4"] == alone["eval/accuracy"] == alone["eval/pass@1"]
     assert len({m["eval/accuracy"] for m in metrics}) > 1  # there is something to compare
+    # of episodes of held-out prompts there are figures of their own, also alone
+    held_out, trained = "environment/game/held_out/episodes", "environment/game/episodes"
+    num_played = NUM_HELD_OUT * NUM_SAMPLES
+    assert [m[held_out] for m in [before, *metrics]] == [num_played] * (NUM_BATCHES + 2)
+    assert sum(m[trained] for m in metrics[1:]) == NUM_BATCHES * BATCH * NUM_GENERATIONS
+    assert trained not in before
 
     with gzip.open(texts) as file:
         kept = [json.loads(line) for line in file]

@@ -32,6 +32,9 @@ from easyrl.build.inference import Inference, open_inference, open_scoring
 from easyrl.completion_check import Vocabulary
 from easyrl.config import Config
 from easyrl.environments.hosts import EnvironmentHosts
+from easyrl.episodes.player import OnTurn
+from easyrl.ledger.journal.codec import Header
+from easyrl.ledger.journal.turns import TurnJournal, turns_file_name
 from easyrl.runtime.workers.child_process import Child, start_child
 from easyrl.schema import Prompt
 
@@ -55,14 +58,20 @@ class Sessions:
     """``at_a_time`` sessions, one behind the other in each place; places begin staggered."""
 
     def __init__(
-        self, inference: Inference, server_url: str, variants: Path, texts: Texts, at_a_time: int
+        self,
+        inference: Inference,
+        server_url: str,
+        variants: Path,
+        texts: Texts,
+        at_a_time: int,
+        on_turn: OnTurn,
     ) -> None:
         assert inference.episodes is not None
         (hosts,) = inference.episodes.environments
         assert isinstance(hosts, EnvironmentHosts)
         self._inference, self._player, self._hosts = inference, inference.episodes, hosts
         self._server_url, self._variants, self._texts = server_url, variants, texts
-        self._at_a_time = at_a_time
+        self._at_a_time, self._on_turn = at_a_time, on_turn
         self._numbers = itertools.count()
 
     async def run(self, duration_s: float, *, direct: bool) -> Turns:
@@ -92,7 +101,7 @@ class Sessions:
         held = pool.group(FIRST_TOKENS, SAMPLED_TOKENS, VERSION, num_samples=1, sampling=sampling)
         async with held as place:
             generate = session_of(pool, place)
-            made = await self._player.play(prompt, 0, sampling, seed, generate)
+            made = await self._player.play(prompt, 0, sampling, seed, generate, self._on_turn)
         assert made.episode is not None
         if made.episode.failure is not None:
             raise RuntimeError(made.episode.failure)
@@ -117,7 +126,10 @@ class Sessions:
 def sessions(
     folder: Path, at_a_time: int, seed: int
 ) -> Iterator[tuple[Inference, Child, Sessions]]:
-    """Gateway, fetcher, host and loop thread as in a run, with the server's process."""
+    """Gateway, fetcher, host, loop thread and turns on disk as in a run, with the server's process.
+
+    The journal of turns is in ``folder``, as that of a batch's first attempt.
+    """
     tokenizer = write_tokenizer(folder)
     texts, variants = Texts(tokenizer), folder / "variants.json"
     write_variants(variants, texts, tokenizer, seed)
@@ -140,7 +152,10 @@ def sessions(
             config, opened, open_scoring(config, opened), vocabulary=Vocabulary(VOCABULARY)
         )
         inference.thread.run(_confirm(inference))
-        yield inference, server, Sessions(inference, url, variants, texts, at_a_time)
+        journal = TurnJournal(folder / turns_file_name(0, 0), Header("", "", VERSION))
+        opened.callback(journal.close)
+        of = Sessions(inference, url, variants, texts, at_a_time, journal.add)
+        yield inference, server, of
 
 
 async def _confirm(inference: Inference) -> None:

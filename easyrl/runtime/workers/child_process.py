@@ -27,6 +27,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 HEARTBEAT_S = 1.0  # of a ``ReportingChild``: a message, maybe of nothing, at least so often
 END_LIMIT_S = 5.0  # for killed processes to be gone
 END_POLL_S = 0.02
+MARK_PREFIX = "EASYRL_CHILD_"  # of the names of variables by which processes of a run are found
 # Set before the child's first import: several processes are the parallelism.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 CODE = (
@@ -120,7 +121,7 @@ def start_command(
 
 def new_mark() -> str:
     """Name of a variable that no other process has."""
-    return f"EASYRL_CHILD_{secrets.token_hex(8)}"
+    return f"{MARK_PREFIX}{secrets.token_hex(8)}"
 
 
 def child_main(entry: str, descriptor: int, parent_pid: int) -> None:

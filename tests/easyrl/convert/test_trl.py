@@ -328,3 +328,12 @@ def test_what_cannot_be_is_an_error_with_the_key(
     with pytest.raises(ConfigError, match=r"grpo_config\.json") as raised:
         converted(tmp_path, DEFAULTS | said, world_size=1)
     assert error in str(raised.value)
+
+
+def test_a_bound_of_tool_calls_says_where_tools_are_named(tmp_path: Path) -> None:
+    *_, said = loaded(tmp_path, SAID | {"max_tool_calling_iterations": 5})
+    (note,) = [line for line in said.splitlines() if line.startswith("max_tool_calling")]
+    assert note == (
+        "max_tool_calling_iterations=5: one less than `environments[].max_turns`: tools are named "
+        "there (docs/own_environment.md)"
+    )

@@ -340,3 +340,20 @@ def test_what_cannot_be_is_an_error_with_the_key(
     with pytest.raises(ConfigError) as raised:
         overridden(tmp_path, *(f"'{s}'" if "$" in s else s for s in settings))
     assert error in str(raised.value)
+
+
+def test_tools_say_which_environment_they_are(tmp_path: Path) -> None:
+    of = "actor_rollout_ref.rollout."
+    *_, said = overridden(
+        tmp_path,
+        f"{of}multi_turn.enable=True",
+        f"{of}multi_turn.max_assistant_turns=5",
+        f"{of}multi_turn.function_tool_path=tools.py",
+        f"{of}multi_turn.format=hermes",
+        f"{of}agent.agent_loop_config_path=agents.yaml",
+    )
+    told = [line for line in said.splitlines() if "multi_turn" in line or "agent" in line]
+    assert [line.partition(": ")[2].partition("`")[2].partition("`")[0] for line in told] == [
+        *("environments[].tools", "environments[].max_turns"),
+        *("environments[].tools[].file", "environments[].file"),
+    ]

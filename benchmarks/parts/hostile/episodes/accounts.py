@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.parts.hostile.episodes.plan import ALL, PlannedPrompt
-from benchmarks.parts.hostile.episodes.scene import ANSWERED, HAPPENED, WRONG
+from benchmarks.parts.hostile.episodes.scene import ANSWERED, HAPPENED, WRONG, reward_of
 from benchmarks.parts.trained_contents import requests_of
 from easyrl.episodes.player import MAX_LOST
 from easyrl.ledger.recorded_run import RecordedRun
@@ -32,12 +32,15 @@ class EpisodeAccounts:
     num_turns: trained ones that were compared.
     num_replaced: groups that had to be, and were, with a reason.
     num_bystanders: samples that were left out as the gateway had died twice while they were open.
+    first_rewards: of the first batch's samples that behaved, by prompt and number: the weights
+        and seeds are those of any other run, and so is what they sample.
     """
 
     happened: Counter[str] = field(default_factory=Counter)
     num_turns: int = 0
     num_replaced: int = 0
     num_bystanders: int = 0
+    first_rewards: dict[tuple[int, int], float] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)  # replaced, and had not to be
     wrong: list[str] = field(default_factory=list)  # trained otherwise than it was told
     problems: list[str] = field(default_factory=list)  # any other
@@ -65,7 +68,42 @@ def keep_accounts(
                 compare_trained(
                     kept, index, prompts[index], number, group.prompt, completion, told[seed]
                 )
+                if number in prompts[index].acting or failure_of(completion) is not None:
+                    continue
+                reward = group.scores[number].reward
+                compare_reward(kept, index, prompts[index], number, reward, told[seed])
+                if v == 0:
+                    kept.first_rewards[index, number] = reward
     return kept
+
+
+def compare_reward(
+    kept: EpisodeAccounts,
+    index: int,
+    prompt: PlannedPrompt,
+    number: int,
+    reward: float,
+    told: Counter[Turn],
+) -> None:
+    """Whether sample ``number``, which behaves, was trained with what its environment gave it."""
+    given = reward_of([token for _, sampled in told.elements() for token in sampled])
+    if reward != given:
+        name = f"{_name(index, prompt)}, sample {number}"
+        kept.wrong.append(f"{name}: reward {reward:g}, and its environment gave {given:g}")
+
+
+def compare_with_calm(kept: EpisodeAccounts, calm: Mapping[tuple[int, int], float]) -> int:
+    """How many rewards of the first batch the calm run has too; those that differ are wrong."""
+    both = sorted(kept.first_rewards.keys() & calm.keys())
+    if not both:
+        kept.problems.append("no reward of the first batch is one of the calm run's, too")
+    for index, number in both:
+        reward, in_calm = kept.first_rewards[index, number], calm[index, number]
+        if reward != in_calm:
+            kept.wrong.append(
+                f"prompt {index}, sample {number}: reward {reward:g}, {in_calm:g} in the calm run"
+            )
+    return len(both)
 
 
 def _replaced(
@@ -103,7 +141,7 @@ def compare_trained(
     ends = prompt.behaviour.ends if acts and prompt.behaviour is not None else "counts"
     if ends == "silent":
         told = Counter()  # what it was answered is kept in no sample
-    failure = None if completion.episode is None else completion.episode.failure
+    failure = failure_of(completion)
     is_bystander = failure is not None and ends == "counts" and GATEWAY_DIED in failure
     if is_bystander:  # open at two deaths of which nobody knows the reason
         kept.num_bystanders += 1
@@ -116,6 +154,11 @@ def compare_trained(
         return
     if (failure is not None) != (ends in ("fails", "silent")):
         kept.problems.append(f"{name}: failure is {failure!r}")
+
+
+def failure_of(completion: Completion) -> str | None:
+    """Why its episode failed; None: it did not."""
+    return None if completion.episode is None else completion.episode.failure
 
 
 def told_by(path: Path) -> defaultdict[int, Counter[Turn]]:

@@ -16,7 +16,11 @@ import torch
 import benchmarks.parts.hostile.episodes.environment as environment
 from benchmarks.parts.chaos.attempt import Attempt, StartAttempt
 from benchmarks.parts.chaos.verdict import certificate_verdict
-from benchmarks.parts.hostile.episodes.accounts import EpisodeAccounts, keep_accounts
+from benchmarks.parts.hostile.episodes.accounts import (
+    EpisodeAccounts,
+    compare_with_calm,
+    keep_accounts,
+)
 from benchmarks.parts.hostile.episodes.catalogue import BEHAVIOURS, EpisodeBehaviour
 from benchmarks.parts.hostile.episodes.failing_runs import RUNS as FAILING_RUNS
 from benchmarks.parts.hostile.episodes.failing_runs import run_failing
@@ -57,6 +61,7 @@ class EpisodesTotal:
     wrong_without_gradient: int = 0
     resume_failed: int = 0
     calm_mb: float = 0.0
+    calm_rewards: dict[tuple[int, int], float] = field(default_factory=dict)
     peak_over_calm_mb: float = 0.0
     problems: list[str] = field(default_factory=list)
 
@@ -178,6 +183,9 @@ def _judge(
 ) -> str:
     """What a finished run's files say; for its line."""
     run_dir = site.folder / plan.name
+    if plan.is_calm:
+        total.calm_rewards = accounts.first_rewards
+    num_as_calm = compare_with_calm(accounts, total.calm_rewards)
     ledger = read_ledger(run_dir, dataset_order(num_prompts, 1))
     check = check_trained_contents(run_dir, site.model)
     verdict = certificate_verdict(run_dir)
@@ -198,6 +206,7 @@ def _judge(
     return (
         f"{accounts.num_turns} turns of {check.num_responses} episodes agree within "
         f"{check.largest:.1e} nats (a batch before: {check.visible or 0:.2f}), "
+        f"{num_as_calm} rewards of the first batch are those of the calm run, "
         f"{accounts.num_replaced} groups replaced, "
         f"{accounts.num_bystanders} bystanders of gateways left out; "
     )
@@ -221,6 +230,7 @@ def _attempts(site: Site, run_dir: Path, data: Path, log: Path) -> StartAttempt:
         f"run.seed={site.seed}",
         f"model.path={site.model}",
         f"data.files=[{data}]",
+        "data.shuffle=false",  # the first batch has the same prompts as the calm run's
         "data.max_excluded=0.5",
         f"inference.endpoints=[{','.join(site.servers)}]",
         "rewards=[]",

@@ -16,6 +16,12 @@ MAX_TOKENS = 8
 FIRST, MORE = [5, 6, 7, 8], [9, 10]  # token ids of the demo's tokenizer
 CHAT, TOKENS = "/v1/chat/completions", "/inference/v1/generate"
 
+
+def reward_of(token_ids: Sequence[int]) -> float:
+    """Of an episode that behaves, by all that was sampled in it: differs from sample to sample."""
+    return float(sum(token_ids) % 3)
+
+
 _https: list[aiohttp.ClientSession] = []  # one per host process
 
 
@@ -44,8 +50,7 @@ class Scene:
 
     @property
     def reward(self) -> float:
-        """Differs from sample to sample."""
-        return float(sum(self.own) % 3)
+        return reward_of(self.own)
 
     # -- what is said of it
 

@@ -1,0 +1,71 @@
+"""What a run with environments says at its start of the chat template."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from easyrl.build.episodes import open_episodes
+from easyrl.completion_check import Vocabulary
+from easyrl.config import Config
+from easyrl.config.file import validate_config
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
+from easyrl.runtime.loop_thread import LoopThread
+from tests.easyrl.gateway.gateway_parts import PLAIN, STRIPPING
+from tests.tiny_tokenizer import tiny_tokenizer
+
+# nothing is asked of it before an episode is played
+NO_POOL = cast(EndpointPool, SimpleNamespace(endpoints=()))
+
+
+def config(folder: Path, template: str | None) -> Config:
+    tiny_tokenizer(None).save_pretrained(folder)
+    (folder / "game.py").write_text("async def rollout(client, prompt):\n    return 0.0\n")
+    file, own = str(folder / "game.py"), {}
+    if template is not None:
+        (folder / "own.jinja").write_text(template)
+        own = {"chat_template": str(folder / "own.jinja")}
+    return validate_config(
+        {
+            "model": {"path": str(folder), "dtype": "fp32"},
+            "data": {"files": ["prompts.jsonl"], **own},
+            "inference": {"endpoints": ["http://127.0.0.1:1"]},
+            "environments": [
+                {"name": "kept", "file": file},
+                {"name": "rendered", "file": file, "history": "as_template"},
+            ],
+            "trainer": {"zero_stage": 0},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        (PLAIN, None),
+        (
+            STRIPPING,
+            [
+                "not continue a conversation exactly: it leaves out the reasoning",
+                "kept (history: keep) continues the tokens that were sampled",
+                "rendered (history: as_template) begins a branch",
+            ],
+        ),
+        (None, ["has no chat template, so that chat requests are refused"]),
+    ],
+)
+def test_whether_the_template_continues_exactly_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str | None, parts: list[str] | None
+) -> None:
+    with ExitStack() as opened, caplog.at_level(logging.WARNING):
+        thread = opened.enter_context(LoopThread())
+        settings, vocabulary = config(tmp_path, template), Vocabulary(100)
+        assert open_episodes(settings, opened, thread, NO_POOL, vocabulary) is not None
+    said = [each.message for each in caplog.records if "template" in each.message]
+    assert len(said) == (parts is not None)
+    assert all(part in said[0] for part in parts or ())
