@@ -29,7 +29,7 @@ from benchmarks.parts.end_to_end.bound import (
     Group,
     as_they_arrive,
 )
-from easyrl.build.data import load_data
+from easyrl.build.data import load_trained
 from easyrl.build.inference import open_inference, open_scoring
 from easyrl.build.replay import replay_batch
 from easyrl.build.servers import StartedServers
@@ -158,9 +158,7 @@ def measure(job: BoundJob) -> list[BatchCost]:
     torch.set_num_threads(1)
     pin_process(0, cpus[:1])
     trained = train_batches(run, job.batches, config, weights)
-    by_index = {
-        p.index: p for p in load_data(config.data, load_tokenizer(config), "data", config.run.seed)
-    }
+    by_index = {p.index: p for p in load_trained(config, load_tokenizer(config))}
     costs: list[BatchCost] = []
     for v in job.batches:
         prompts = [by_index[index] for _, index in (group.key for group in run.batch(v).groups)]
