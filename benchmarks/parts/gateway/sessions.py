@@ -27,7 +27,7 @@ from benchmarks.parts.gateway.load import (
     write_variants,
 )
 from benchmarks.parts.producer.load import VERSION
-from easyrl.build.episodes import session_of
+from easyrl.build.episodes import EpisodeTurns
 from easyrl.build.inference import Inference, open_inference, open_scoring
 from easyrl.completion_check import Vocabulary
 from easyrl.config import Config
@@ -100,7 +100,7 @@ class Sessions:
         pool, sampling = self._inference.pool, self._inference.config.rollout
         held = pool.group(FIRST_TOKENS, SAMPLED_TOKENS, VERSION, num_samples=1, sampling=sampling)
         async with held as place:
-            generate = session_of(pool, place)
+            generate = EpisodeTurns(pool, place)
             made = await self._player.play(prompt, 0, sampling, seed, generate, self._on_turn)
         assert made.episode is not None
         if made.episode.failure is not None:

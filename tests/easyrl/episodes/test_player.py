@@ -420,9 +420,8 @@ async def test_an_episode_may_end_by_its_turn_limit(passes: bool):
     assert (score.reward, score.failed) == (0.0 if passes else 0.5, False)
     cut = await EpisodeScorer(truncated_reward=-1.0).score_sample(PROMPT, made)
     assert (cut.reward, cut.failed) == (-1.0, False)
-    metrics = of.times.taken()
-    assert metrics["environment/game/failures"] == 0.0
-    assert metrics["environment/game/truncated"] == 1.0
+    taken = of.times.taken()["game"]
+    assert (taken["num_failures"], taken["num_truncated"]) == (0, 1)
 
 
 async def test_a_limit_that_was_not_reached_is_no_excuse():
