@@ -20,9 +20,10 @@ Pack = Callable[[Sequence[RolloutGroup]], list[MicroBatch]]
 Ask = Callable[[Endpoint, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
 
 CANARY_TOKENS = 2  # generated per prompt; every sync waits for so many decode steps
-# 16 prompts, so that no single token decides. Several cache blocks each: of 16 tokens as on GPUs,
-# and one also of 128 as vLLM has them on a CPU.
-CANARY_PROMPT_TOKENS = (288, *(48,) * 15)
+# 16 prompts, so that no single token decides. More than a cache block each: of 16 tokens as on
+# GPUs, and one also of 128 as vLLM has them on a CPU; a small model generates its first groups in
+# the time of a few hundred more.
+CANARY_PROMPT_TOKENS = (144, *(24,) * 15)
 FEWEST_TOKENS = 8  # prompt and response together
 # Mean |Δ log-prob|, nats, of what the proof of the bits cannot see: a tied head or a cache that was
 # left from other weights is off by nats. Rounding in bf16 has means of 3e-3 to 3e-2, with outliers

@@ -449,11 +449,11 @@ def test_an_update_that_a_dead_trainer_left_open_is_given_up(model_dir, server, 
     ("limit", "lengths"),
     [
         (8, [6] * 16),
-        (50, [48] * 16),
-        (51, [49, *[48] * 15]),
-        (289, [287, *[48] * 15]),
-        (290, [288, *[48] * 15]),
-        (None, [288, *[48] * 15]),
+        (26, [24] * 16),
+        (27, [25, *[24] * 15]),
+        (145, [143, *[24] * 15]),
+        (146, [144, *[24] * 15]),
+        (None, [144, *[24] * 15]),
     ],
 )
 def test_canary_fits_into_the_context(limit, lengths):
