@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -52,7 +53,7 @@ class GatewayChild(ReportingChild):
         self._sessions: dict[str, Session] = {}
         self._ready: asyncio.Future[tuple[int, str | None]] | None = None  # of the process
         self._turns: set[asyncio.Task[None]] = set()
-        self._working: set[str] = set()  # sessions, a long request of which is worked on
+        self._working: Counter[str] = Counter()  # long requests that are worked on, by session
         self._has_served = self._is_closed = False
         self._num_failed_starts = 0  # one after another
 
@@ -109,8 +110,7 @@ class GatewayChild(ReportingChild):
                     self._ready.set_result((request.port, request.template_problem))
                 continue
             if isinstance(request, Working):
-                change = self._working.add if request.goes_on else self._working.discard
-                change(request.session)
+                self._working[request.session] += 1 if request.goes_on else -1
                 continue
             turn = asyncio.get_running_loop().create_task(self._turn(request))
             self._turns.add(turn)
@@ -123,7 +123,8 @@ class GatewayChild(ReportingChild):
             self._on_failed_start(self._ready, how)
             return
         sessions, self._sessions, self._ready = self._sessions, {}, None
-        suspects, self._working = self._working & sessions.keys() or sessions.keys(), set()
+        working, self._working = +self._working, Counter()  # those above zero
+        suspects = working.keys() & sessions.keys() or sessions.keys()
         for session in sessions.values():
             is_suspect = session.id in suspects
             session.fail(SessionLost(f"the gateway's process ended: {how}", is_suspect=is_suspect))

@@ -101,7 +101,7 @@ class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class Working(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """A long request is worked on: if the process ends meanwhile, it may be the reason."""
+    """A long request is read or worked on: if the process ends meanwhile, it may be the reason."""
 
     session: str
     goes_on: bool  # else it is over

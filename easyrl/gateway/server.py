@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -118,7 +118,7 @@ class Gateway:
         return json_response({"object": "list", "data": [card]})
 
     async def _generate(self, http: web.Request, session: Session) -> web.Response:
-        body = await self._body(http)
+        body = await self._body(http, session)
         async with self._worked_on(session, len(body)):
             request = generate_request(body, session.sampling)
         if request.wants_text:
@@ -137,7 +137,7 @@ class Gateway:
         return await self._questions.ask(session.id, request.token_ids, request.limits)
 
     async def _chat(self, http: web.Request, session: Session) -> web.StreamResponse:
-        body = await self._body(http)
+        body = await self._body(http, session)
         async with self._worked_on(session, len(body)):
             request = chat_request(body, session.sampling)
         renderer = self._require_renderer()
@@ -194,17 +194,25 @@ class Gateway:
 
     @asynccontextmanager
     async def _worked_on(self, session: Session, num_bytes: int) -> AsyncIterator[None]:
-        """Inside, a request is parsed or rendered: a long one where there is room for it, and the
-        trainer's process is told before. Raises ``GatewayError`` where too many wait."""
+        """Inside, a request is parsed or rendered: a long one where there is room for it. Raises
+        ``GatewayError`` where too many wait."""
         if num_bytes <= LONG_BODY_BYTES:
             yield
             return
         async with self._long.place(num_bytes):
-            self._send(Working(session.id, True))
-            await asyncio.sleep(0)  # it is on its way before anything can happen
-            try:
+            with self._may_die_of(session, num_bytes):
+                await asyncio.sleep(0)  # it is on its way before anything can happen
                 yield
-            finally:
+
+    @contextmanager
+    def _may_die_of(self, session: Session, num_bytes: int) -> Iterator[None]:
+        """Tells the trainer's process of a long request, and that it is over."""
+        if num_bytes > LONG_BODY_BYTES:
+            self._send(Working(session.id, True))
+        try:
+            yield
+        finally:
+            if num_bytes > LONG_BODY_BYTES:
                 self._send(Working(session.id, False))
 
     def _require_renderer(self) -> Renderer:
@@ -212,7 +220,7 @@ class Gateway:
             raise GatewayError(400, f"the model has no chat template; send token ids to {GENERATE}")
         return self._renderer
 
-    async def _body(self, http: web.Request) -> bytes:
+    async def _body(self, http: web.Request, session: Session) -> bytes:
         """Raises ``GatewayError`` at one that is too long, too slow or packed."""
         limit = self._settings.max_body_bytes
         num_bytes = limit if http.content_length is None else http.content_length
@@ -224,8 +232,9 @@ class Gateway:
             raise too_many()
         self._num_body_bytes += num_bytes
         try:
-            async with asyncio.timeout(self._settings.body_timeout_s):
-                return await http.read()
+            with self._may_die_of(session, num_bytes):
+                async with asyncio.timeout(self._settings.body_timeout_s):
+                    return await http.read()
         except web.HTTPRequestEntityTooLarge:
             raise _too_large(limit) from None
         except TimeoutError:

@@ -68,8 +68,9 @@ async def test_those_that_were_worked_on_are_suspects_or_else_all(
         async with gateway.serves(first), gateway.serves(second):
             assert gateway.child is not None
             gateway.on_message(encode([Working(second.id, True)]))
-            if is_told:
-                gateway.on_message(encode([Working(first.id, True), Working(second.id, False)]))
+            if is_told:  # of two requests side by side, one of which is over
+                gateway.on_message(encode([Working(first.id, True), Working(first.id, True)]))
+                gateway.on_message(encode([Working(first.id, False), Working(second.id, False)]))
             else:
                 gateway.on_message(encode([Working(second.id, False)]))
             os.kill(gateway.child.process.pid, signal.SIGKILL)

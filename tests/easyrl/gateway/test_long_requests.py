@@ -92,5 +92,5 @@ async def test_the_trainer_is_told_of_a_long_request_while_it_is_worked_on(tmp_p
         await gateway.post({"messages": [user("a " * LONG_BODY_BYTES)]})
         session = gateway.trainer.asked[-1].session
         told = [(each.session, each.goes_on) for each in gateway.trainer.working]
-        assert told == [(session, True), (session, False)] * 2  # parsed, and rendered
+        assert told == [(session, True), (session, False)] * 3  # read, parsed, and rendered
         await until(lambda: len(gateway.trainer.asked) == 2)
