@@ -27,7 +27,7 @@ demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo mod
 test: setup lint typecheck   ## lint, types and all fast tests
 	$(BIN)/python -m pytest $(WORKERS)
 
-test-runs: setup       ## whole runs and several ranks, half an hour
+test-runs: setup       ## whole runs and several ranks, a quarter of an hour
 	$(BIN)/python -m pytest $(WORKERS) -m "runs and not slow"
 
 test-slow: setup       ## the tests that take minutes

@@ -17,7 +17,7 @@ from easyrl.metrics.trackers import read_metrics
 from tests.any_models import save_any_model
 from tests.end_to_end.trainer_run import run_to_end, run_trainer, trainer_command
 
-pytestmark = pytest.mark.runs
+pytestmark = pytest.mark.slow
 
 STEPS = 3
 SETTINGS = [

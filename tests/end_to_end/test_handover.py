@@ -15,7 +15,7 @@ from easyrl.metrics.trackers import read_metrics
 from tests.end_to_end.trainer_run import run_trainer, trainer_command
 
 
-@pytest.mark.runs
+@pytest.mark.slow
 def test_what_one_rank_drew_another_trains(served: Any, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     prompts = write_prompts(tmp_path / "prompts.jsonl", 36, 12)

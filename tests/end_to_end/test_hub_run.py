@@ -15,7 +15,7 @@ from easyrl.metrics.trackers import read_metrics
 from tests.easyrl.hub.hub_cache import COMMIT, cache_model
 from tests.end_to_end.trainer_run import ROOT
 
-pytestmark = pytest.mark.runs
+pytestmark = pytest.mark.slow
 REPO = "some-lab/tiny-model"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 SETTINGS = {

@@ -15,7 +15,7 @@ from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 from easyrl.metrics.trackers import read_metrics
 from tests.end_to_end.trainer_run import ROOT, run_trainer, trainer_command, trainer_environment
 
-pytestmark = pytest.mark.runs
+pytestmark = pytest.mark.slow
 STEP = 3  # between the checkpoints of steps 2 and 4
 VARIANTS = [
     "recipe.advantage=group_mean",

@@ -28,7 +28,7 @@ from tests.end_to_end.test_strict_mode import UnevenProxy
 from tests.end_to_end.trainer_run import run_to_end, run_trainer, start_trainer
 from tests.golden.whole_run import BATCH, PROMPT_TOKENS, Inputs, servers, strict_command
 
-pytestmark = pytest.mark.runs
+pytestmark = pytest.mark.slow
 
 NUM_GENERATIONS, STEPS, SAVED = 4, 6, 2
 SETTINGS = [

@@ -17,7 +17,7 @@ from easyrl.runtime.machine import free_port
 from tests.easyrl.engines.critic_cases import STAGES, TARGETS, prepare
 from tests.easyrl.engines.test_deepspeed_engine import ROOT, run
 
-pytestmark = pytest.mark.runs
+pytestmark = pytest.mark.slow
 
 Results = dict[str, dict[str, Any]]
 

@@ -51,7 +51,7 @@ def split(models: Path) -> dict[str, list[Measured]]:
     return json.loads(results.read_text())
 
 
-@pytest.mark.runs
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_is_what_an_engine_needs(
     models: Path, measured: dict[str, Measured], name: str

@@ -33,7 +33,7 @@ from tests.easyrl.engines.megatron.state_cases import (
 from tests.easyrl.engines.megatron.state_worker import read_saved
 from tests.easyrl.engines.test_deepspeed_engine import ROOT, run
 
-pytestmark = pytest.mark.runs
+pytestmark = pytest.mark.slow
 
 BETAS = (0.9, 0.999)
 State = dict[str, Tensor]  # whole flat tensors, by key
