@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import shutil
 import threading
@@ -57,6 +58,8 @@ from easyrl.metrics.event_log import Record, ignore
 from easyrl.schema import BatchWithdrawn, JournalledTurn, Key, Prompt, RolloutGroup, ServedWeights
 
 PRUNED = ".gone"  # suffix of a batch that is being removed
+# Keys of an environment that say nothing of what its episodes are.
+NOT_OF_GROUPS = {"num_hosts", "start_timeout_s", "idle_timeout_s", "max_rollouts"}
 DAMAGED = ".damaged"  # suffix of a file that is kept for people only
 
 logger = logging.getLogger(__name__)
@@ -345,10 +348,12 @@ def _without_secrets(reward: RewardConfig) -> RewardConfig:
 
 
 def group_settings(config: Config, *, rejects: bool) -> str:
-    """Digest of sampling, seed and rewards, 32 hex digits; with the contents of reward files.
+    """Digest of sampling, seed, rewards and environments, 32 hex digits; with the contents of their
+    files.
 
     A run that is resumed with others generates the open batch's groups again. What only decides
-    what happens after a failure is not in it, nor a recipe that ``rejects`` no group.
+    what happens after a failure is not in it, nor how many are played at a time, nor a recipe that
+    ``rejects`` no group.
     """
     digest = blake3()
     parts = [
@@ -357,16 +362,30 @@ def group_settings(config: Config, *, rejects: bool) -> str:
         str(config.scoring.truncated_reward),
         *(_without_secrets(reward).model_dump_json() for reward in config.rewards),
     ]
+    if config.environments:
+        parts.append(config.data.tool_parser)
+        for environment in config.environments:
+            played = environment.model_dump(mode="json", exclude=NOT_OF_GROUPS)
+            parts.append(json.dumps(redact(played), sort_keys=True))
     for part in parts:
         digest.update(part.encode() + b"\n")
     if rejects:
         digest.update(config.recipe.model_dump_json().encode() + b"\n")
         if config.recipe.file is not None:
             digest.update(config.recipe.file.read_bytes())
-    for reward in config.rewards:
-        if reward.file is not None:
-            digest.update(reward.file.read_bytes())
+    for file in _files_of_groups(config):
+        digest.update(file.read_bytes())
     return digest.hexdigest(length=16)
+
+
+def _files_of_groups(config: Config) -> list[Path]:
+    """The user's own, that rewards and environments are made of."""
+    files = [reward.file for reward in config.rewards]
+    for environment in config.environments:
+        files.append(environment.file)
+        files += [reward.file for reward in environment.rewards]
+        files += [tools.file for tools in environment.tools]
+    return [file for file in files if file is not None]
 
 
 def _remove(folder: Path) -> None:

@@ -354,6 +354,34 @@ def test_settings_tell_an_edited_reward_file(tmp_path):
     assert settings("a = 1") == settings("a = 1") != settings("a = 2")
 
 
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, True),
+        ({"max_turns": 3}, False),
+        ({"on_failure": "zero"}, False),
+        ({"weight": 2.0}, False),
+        ({"rewards": [{"name": "math"}]}, False),
+        ({"num_hosts": 2, "max_rollouts": 4, "idle_timeout_s": 9.0}, True),
+    ],
+)
+def test_settings_tell_other_environments(tmp_path, change, same):
+    def settings(values, *, tools="def add(a: int, b: int) -> int: ...", parser="auto"):
+        (tmp_path / "tools.py").write_text(tools)
+        given = {"name": "sums", "tools": [{"file": str(tmp_path / "tools.py")}]}
+        plain = {
+            "model": {"path": "model"},
+            "data": {"files": ["prompts.jsonl"], "tool_parser": parser},
+            "inference": {"endpoints": ["http://h:1"]},
+            "environments": [given | {"rewards": [{"name": "exact"}]} | values],
+        }
+        return group_settings(Config.model_validate(plain), rejects=False)
+
+    assert (settings({}) == settings(change)) == same
+    assert settings({}) != settings({}, tools="def sub(a: int, b: int) -> int: ...")
+    assert settings({}) != settings({}, parser="hermes")
+
+
 def test_a_changed_dataset_is_an_error_that_names_the_prompt(tmp_path):
     write(tmp_path, [group(4)])
     batch = journal(tmp_path, attempt=1).open_batch(served(1))
