@@ -71,10 +71,8 @@ class EnvironmentConfig(Section):
     # OpenEnv server says that it serves, else twice what the endpoints may have in flight
     max_turns: PositiveInt = 16  # requests of a rollout; tools and openenv end behind the last, as
     # at the context's end, others are refused the next: 400, code max_turns_exceeded
-    on_failure: OnFailure = (
-        "mask"  # a rollout that raises, hangs or dies: left out of its group and
-    )
-    # not trained; trained with reward 0; or the run ends
+    on_failure: OnFailure = "mask"  # a rollout that raises, hangs or dies: left out of its group
+    # and not trained; trained with reward 0; or the run ends
     history: HistoryMode = "keep"  # where a template would render an earlier turn otherwise than it
     # was sampled, as one that strips reasoning does: keep its tokens, or let it, in a new branch
 

@@ -20,6 +20,9 @@ class LoraConfig(Section):
     ]  # names of linear layers
 
 
+Attention = Literal["auto", "reference", "padded", "merged", "flex", "varlen", "npu", "own"]
+
+
 class ModelConfig(Section):
     """The policy, a Hugging Face causal language model on disk."""
 
@@ -27,11 +30,9 @@ class ModelConfig(Section):
     tokenizer: FilePath | None = None  # default: path
     dtype: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; gradients, masters and
     # moments are fp32 in either
-    attention: Literal["auto", "reference", "padded", "merged", "flex", "varlen", "npu", "own"] = (
-        "auto"  # of packed rows; auto: the fastest that the device has for a row; own: the model's,
-    )
-    # on a padded batch, for models whose attention cannot be replaced (only with trainer.packing of
-    # none or auto)
+    attention: Attention = "auto"  # of packed rows; auto: the fastest that the device has for a
+    # row; own: the model's, on a padded batch, for models whose attention cannot be replaced (only
+    # with trainer.packing of none or auto)
     fused_layers: Literal["auto", "cpu", "liger", "npu", "none"] = "auto"  # of RMSNorm, rotary
     # embedding and SwiGLU; auto: cpu (the first two) on a CPU, liger on CUDA, npu on Ascend, where
     # they agree with the plain layers

@@ -132,7 +132,7 @@ def _attention(
         raise NotPacked("its layers do not hand the row's layout to their attention")
     if attention_mask is not None:
         raise NotPacked("it makes attention masks of its own")
-    if sliding_window is not None and sliding_window < layout.derived(_longest_path):
+    if sliding_window is not None and sliding_window < max(layout.path_lengths):
         raise NotPacked(f"sequences are longer than its sliding window of {sliding_window} tokens")
     if asked := [name for name in NOT_HONOURED if others.get(name) is not None]:
         raise NotPacked(f"its attention has {NOT_HONOURED[asked[0]]}")
@@ -148,13 +148,6 @@ NOT_HONOURED = {
     "head_mask": "a mask of heads",
     "indexer_attn_mask": "an indexer's mask",
 }
-
-
-def _longest_path(layout: SegmentLayout) -> int:
-    ends: list[int] = []
-    for _, length, parent in layout.segments:
-        ends.append(length + (ends[parent] if parent >= 0 else 0))
-    return max(ends)
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -129,24 +129,17 @@ def _sum_by_token(batch: Tensor, places: _Places, shape: torch.Size) -> Tensor:
     return total.to(batch.dtype).view(num_tokens, num_heads, size).transpose(0, 1)[None]
 
 
-def _lengths(layout: SegmentLayout) -> tuple[list[int], list[int]]:
-    """Of each segment and of its path."""
-    lengths = [length for _, length, _ in layout.segments]
-    paths: list[int] = []
-    for _, length, parent in layout.segments:
-        paths.append(length + (paths[parent] if parent >= 0 else 0))
-    return lengths, paths
-
-
 def _suits(layout: SegmentLayout) -> bool:
-    lengths, paths = _lengths(layout)
-    work = len(lengths) * max(lengths) * max(paths)
-    return max(paths) <= _LONGEST_PATH and work <= _MOST_WORK * layout.num_pairs
+    longest_path = max(layout.path_lengths)
+    longest = max(length for _, length, _ in layout.segments)
+    work = len(layout.segments) * longest * longest_path
+    return longest_path <= _LONGEST_PATH and work <= _MOST_WORK * layout.num_pairs
 
 
 def _places(layout: SegmentLayout, device: torch.device) -> _Places:
     (paths,) = layout.paths(torch.device("cpu"))
-    lengths, key_lengths = (torch.tensor(each) for each in _lengths(layout))
+    lengths = torch.tensor([length for _, length, _ in layout.segments])
+    key_lengths = torch.tensor(layout.path_lengths)
     num_queries, num_keys = int(lengths.max()), int(key_lengths.max())
     query, key = torch.arange(num_queries), torch.arange(num_keys)
     starts = (paths.query_starts[:-1, None].long(), paths.key_starts[:-1, None].long())

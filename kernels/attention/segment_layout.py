@@ -82,6 +82,14 @@ class SegmentLayout:
         )
 
     @cached_property
+    def path_lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment's path from its root, its own among them."""
+        lengths: list[int] = []
+        for _, length, parent in self.segments:
+            lengths.append(length + (lengths[parent] if parent >= 0 else 0))
+        return tuple(lengths)
+
+    @cached_property
     def num_pairs(self) -> int:
         """Pairs of a query and a key that it sees: attention's work is proportional to them."""
         own = sum(length * (length + 1) // 2 for _, length, _ in self.segments)

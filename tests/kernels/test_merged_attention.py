@@ -11,6 +11,7 @@ from torch import Tensor
 from easyrl.kernels.attention import merged_attention as merged
 from easyrl.kernels.attention import partial_attention
 from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.kernels.attention.shared_prompt_attention import Backend
 from tests.kernels.forests import FORESTS, output_and_gradients, random_forest, random_inputs
 from tests.kernels.memory_recorder import LargestTensor
 
@@ -33,8 +34,13 @@ def dense(query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout, scal
     return scores.softmax(-1) @ value
 
 
-def assert_is_dense(layout: SegmentLayout, inputs: list[Tensor], scale: float = SCALE) -> None:
-    got = output_and_gradients(merged.merged_attention(*inputs, layout, scale), inputs)
+def assert_is_dense(
+    layout: SegmentLayout,
+    inputs: list[Tensor],
+    scale: float = SCALE,
+    backend: Backend = merged.merged_attention,
+) -> None:
+    got = output_and_gradients(backend(*inputs, layout, scale), inputs)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     expected = output_and_gradients(dense(*exact, layout, scale), exact)
     tolerance = TOLERANCES[inputs[0].dtype]

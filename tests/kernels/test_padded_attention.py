@@ -6,21 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from easyrl.kernels.attention.padded_attention import padded_attention, suits
 from easyrl.kernels.attention.segment_layout import SegmentLayout
-from tests.kernels.forests import ALL_FORESTS, output_and_gradients, random_forest, random_inputs
-from tests.kernels.test_merged_attention import SCALE, TOLERANCES, dense
-
-
-def assert_is_dense(layout: SegmentLayout, inputs: list[Tensor]) -> None:
-    got = output_and_gradients(padded_attention(*inputs, layout, SCALE), inputs)
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected = output_and_gradients(dense(*exact, layout, SCALE), exact)
-    tolerance = TOLERANCES[inputs[0].dtype]
-    for first, second in zip(got, expected, strict=True):
-        torch.testing.assert_close(first, second, rtol=tolerance, atol=tolerance)
+from tests.kernels.forests import ALL_FORESTS, random_forest, random_inputs
+from tests.kernels.test_merged_attention import SCALE, TOLERANCES, assert_is_dense
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -28,7 +18,9 @@ def assert_is_dense(layout: SegmentLayout, inputs: list[Tensor]) -> None:
 @pytest.mark.parametrize("forest", ALL_FORESTS)
 def test_is_the_definition(forest: str, kv_heads: int, dtype: torch.dtype) -> None:
     layout = SegmentLayout(ALL_FORESTS[forest])
-    assert_is_dense(layout, random_inputs(layout, kv_heads=kv_heads, dtype=dtype))
+    assert_is_dense(
+        layout, random_inputs(layout, kv_heads=kv_heads, dtype=dtype), SCALE, padded_attention
+    )
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -40,7 +32,7 @@ def test_is_the_definition(forest: str, kv_heads: int, dtype: torch.dtype) -> No
 )
 def test_random_forests(seed: int, num_segments: int, longest: int, kv_heads: int) -> None:
     layout = SegmentLayout(random_forest(seed, num_segments, longest))
-    assert_is_dense(layout, random_inputs(layout, kv_heads=kv_heads))
+    assert_is_dense(layout, random_inputs(layout, kv_heads=kv_heads), SCALE, padded_attention)
 
 
 def test_the_result_is_what_projections_want() -> None:
