@@ -70,6 +70,8 @@ class PrefixTree:
         # [Q], the run that holds a run's parent token; -1 for a root. It is the last one before it
         # that begins at a smaller depth.
         self._owners = _last_smaller(order.shared)
+        self._shared, self._owner_of = order.shared.tolist(), self._owners.tolist()
+        self._offsets = (self._starts - order.shared).tolist()  # row position less depth, by run
 
     @cached_property
     def depths(self) -> np.ndarray:
@@ -97,13 +99,14 @@ class PrefixTree:
         return tuple(Segment(*triple) for triple in triples)
 
     def positions(self, place: int, depths: np.ndarray) -> np.ndarray:
-        """Row positions of the tokens at ``depths`` of the sequence at ``place`` in the order."""
-        runs = [place]
-        while self._owners[runs[-1]] >= 0:
-            runs.append(int(self._owners[runs[-1]]))
-        path = np.array(runs[::-1])  # from the root; each run holds the depths up to the next one's
-        run = path[np.searchsorted(self.order.shared[path], depths, side="right") - 1]
-        return self._starts[run] + depths - self.order.shared[run]
+        """Row positions of the tokens at ``depths``, rising, of the sequence at ``place``."""
+        positions = depths + self._offsets[place]
+        num = int(depths.searchsorted(self._shared[place]))
+        while num:  # so many stand before the run, in the one behind which it begins
+            owner = self._owner_of[place]
+            positions[:num] += self._offsets[owner] - self._offsets[place]
+            place, num = owner, int(depths[:num].searchsorted(self._shared[owner]))
+        return positions
 
 
 def _num_shared(a: np.ndarray, b: np.ndarray) -> int:

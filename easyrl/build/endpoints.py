@@ -157,8 +157,9 @@ def _build_weight_sync(
     config = run.config
     limits = _limits(inference.pool).values()
     whole = [limit for limit in limits if limit >= FEWEST_TOKENS] or limits  # one may say nonsense
+    embedded = all(e.served is not None and e.served.is_embedded for e in inference.pool.endpoints)
     try:
-        asked = canary_prompts(prompts, min(whole, default=None))
+        asked = canary_prompts(prompts, min(whole, default=None), embedded=embedded)
     except ValueError as error:
         raise ConfigError(f"weight_sync.canary: {error}") from error
     inference.pool.canary.token_ids = asked[-1].token_ids  # the shortest, asked for at every sync

@@ -73,7 +73,7 @@ class BatchTotals:
             "response_length": float(lengths.max()),
             "minus_response_length": -float(lengths.min()),
         }
-        ngrams = [count_ngrams(c.sampled_ids) for c in group.completions]
+        ngrams = count_ngrams([c.sampled_ids for c in group.completions])
         sums = {
             "groups": 1.0,
             "groups_moved": float(group.bytes_moved > 0),
@@ -84,21 +84,22 @@ class BatchTotals:
             "sequence_tokens": float(in_full),
             "generated_tokens": 0.0 if recovered else float(lengths.sum()),
             "truncated": float(sum(c.truncated for c in group.completions)),
-            "ngrams": float(sum(each.num for each in ngrams)),
-            "repeated_ngrams": float(sum(each.num_repeated for each in ngrams)),
+            "ngrams": float(ngrams.num),
+            "repeated_ngrams": float(ngrams.num_repeated),
         }
         if group.scores:
             rewards = group.rewards[group.unmasked].astype(np.float64)
+            largest, smallest = float(rewards.max()), float(rewards.min())
             sums |= {
                 "samples_scored": float(len(rewards)),
                 "samples_masked": float(len(group.scores) - len(rewards)),
                 "reward": float(rewards.sum()),
                 "reward_square": float(np.square(rewards).sum()),
                 "reward_std": float(rewards.std()),
-                "flat_groups": float(np.ptp(rewards) == 0),
+                "flat_groups": float(largest == smallest),
                 "reward_failures": float(sum(s.failed for s in group.scores)),
             }
-            maxima |= {"reward": float(rewards.max()), "minus_reward": -float(rewards.min())}
+            maxima |= {"reward": largest, "minus_reward": -smallest}
         for score in group.scores:
             for name, value in score.components.items():
                 terms = {"rewards": value, "squares": value**2, "opinions": 1.0}

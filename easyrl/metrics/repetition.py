@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,21 +23,31 @@ class Ngrams(NamedTuple):
     num_repeated: int  # that have come before in their response
 
 
-def count_ngrams(token_ids: np.ndarray) -> Ngrams:
-    """The n-grams of a response, int [R]; none where it has fewer than ``NGRAM`` tokens.
+def count_ngrams(responses: Sequence[np.ndarray]) -> Ngrams:
+    """The n-grams of responses, each int [R]; of one with fewer than ``NGRAM`` tokens none.
 
     The share that is repeated is 1 - distinct / all, as in repetition penalties (Demystifying Long
     Chain-of-Thought, arXiv 2502.03373), over tokens for words. An n-gram is known by 64 bits of
     hash: of a million different ones, two are taken for equal once in 4e7 responses.
     """
-    if len(token_ids) < NGRAM:
+    lengths = np.array([len(token_ids) for token_ids in responses], dtype=np.int64)
+    if lengths.max(initial=0) < NGRAM:
         return Ngrams(0, 0)
-    hashes = token_ids.astype(np.uint64)
+    hashes = np.concatenate(responses).astype(np.uint64)  # numpy's calls cost most: one for all
     length = 1
     while length < NGRAM:  # of two neighbours' hashes, that of twice the length
-        hashes = hashes[:-length] * _FACTOR + hashes[length:]
-        hashes ^= hashes >> _SHIFT
-        hashes *= _MIX
+        hashes = _mixed(hashes[:-length] * _FACTOR + hashes[length:])
         length *= 2
+    response_of = np.repeat(np.arange(len(lengths), dtype=np.uint64), lengths)
+    first, last = response_of[: len(hashes)], response_of[NGRAM - 1 :]
+    within = np.flatnonzero(first == last)  # those that cross no border
+    hashes = _mixed(hashes[within] + first[within] * _FACTOR)  # others' are others
     hashes.sort()
     return Ngrams(len(hashes), int(np.count_nonzero(hashes[1:] == hashes[:-1])))
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """One to one."""
+    numbers ^= numbers >> _SHIFT
+    numbers *= _MIX
+    return numbers

@@ -81,18 +81,24 @@ def trained_group(
         completion = group.completions[sample]
         trained = recipe.trained_tokens(completion, run)
         mask = completion.loss_mask
-        if trained.dtype != bool or trained.shape != mask.shape or (trained & ~mask).any():
+        if trained is not mask and not _is_within(mask, trained):
             raise ValueError(f"{name}.trained_tokens has to be bool [R] within loss_mask")
         tokens = np.flatnonzero(trained)
         if len(tokens):
             per_token = []
             for method, values in said.items():
-                shape = np.shape(values[sample])
-                if shape not in ((), mask.shape):
+                value = np.asarray(values[sample])
+                if value.shape not in ((), mask.shape):
+                    shape = value.shape
                     raise ValueError(f"{name}.{method} gave shape {shape} for {len(mask)} tokens")
-                per_token.append(np.broadcast_to(values[sample], mask.shape)[tokens])
+                per_token.append(value[tokens] if value.ndim else np.full(len(tokens), value))
             responses.append(TrainedResponse(sample, tokens, *per_token))
     return TrainedGroup(group, tuple(responses))
+
+
+def _is_within(mask: np.ndarray, trained: np.ndarray) -> bool:
+    is_alike = trained.dtype == bool and trained.shape == mask.shape
+    return is_alike and not (trained & ~mask).any()
 
 
 def group_statistics(

@@ -24,6 +24,9 @@ CANARY_TOKENS = 2  # generated per prompt; every sync waits for so many decode s
 # GPUs, and one also of 128 as vLLM has them on a CPU; a small model generates its first groups in
 # the time of a few hundred more.
 CANARY_PROMPT_TOKENS = (144, *(24,) * 15)
+# Where only embedded servers are asked, whose cache has prompts as a whole: about as long as short
+# prompts are, with which they are then computed.
+EMBEDDED_PROMPT_TOKENS = (12,) * 16
 FEWEST_TOKENS = 8  # prompt and response together
 # Mean |Δ log-prob|, nats, of what the proof of the bits cannot see: a tied head or a cache that was
 # left from other weights is off by nats. Rounding in bf16 has means of 3e-3 to 3e-2, with outliers
@@ -32,12 +35,16 @@ GROSS_DIFFERENCE = 0.5
 OUTLIERS = 1 / 8  # share of the canary's tokens that rounding may move by nats
 
 
-def canary_prompts(prompts: Sequence[Prompt], max_model_len: int | None) -> list[Prompt]:
+def canary_prompts(
+    prompts: Sequence[Prompt], max_model_len: int | None, *, embedded: bool = False
+) -> list[Prompt]:
     """A few prompts of several cache blocks each, made of the dataset's own tokens.
 
     With ``CANARY_TOKENS`` they fit into ``max_model_len``; ``ValueError`` if it is too short.
+    ``embedded``: all endpoints are embedded servers.
     """
-    longest = CANARY_PROMPT_TOKENS[0]
+    wanted = EMBEDDED_PROMPT_TOKENS if embedded else CANARY_PROMPT_TOKENS
+    longest = wanted[0]
     if max_model_len is not None:
         if max_model_len < FEWEST_TOKENS:
             raise ValueError(
@@ -45,7 +52,7 @@ def canary_prompts(prompts: Sequence[Prompt], max_model_len: int | None) -> list
                 f"needs {FEWEST_TOKENS}; raise the server's --max-model-len"
             )
         longest = max_model_len - CANARY_TOKENS
-    lengths = [min(length, longest) for length in CANARY_PROMPT_TOKENS]
+    lengths = [min(length, longest) for length in wanted]
     stream = np.concatenate([prompt.token_ids for prompt in prompts[:256]])
     parts = np.split(np.resize(stream, sum(lengths)), np.cumsum(lengths)[:-1])
     return [Prompt(index=i, token_ids=part, text="", answer=None) for i, part in enumerate(parts)]

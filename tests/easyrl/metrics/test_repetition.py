@@ -27,15 +27,26 @@ def test_as_counted_with_sets(vocabulary: int) -> None:
         if length == 3000:  # goes round in a circle of 37 tokens, with a slip now and then
             token_ids = np.resize(token_ids[:37], length)
             token_ids[::400] = 1
-        assert count_ngrams(token_ids) == counted_plainly(token_ids)
-        some_repeat |= count_ngrams(token_ids).num_repeated > 0
+        assert count_ngrams([token_ids]) == counted_plainly(token_ids)
+        some_repeat |= count_ngrams([token_ids]).num_repeated > 0
     assert some_repeat
+
+
+def test_of_several_responses_each_counts_by_itself() -> None:
+    rng = np.random.default_rng(0)
+    lengths = [NGRAM + 3, 0, NGRAM - 1, 40, NGRAM, NGRAM - 1, 40]
+    responses = [rng.integers(0, 2, length).astype(np.int32) for length in lengths]
+    responses[6] = responses[3]  # what is said in another response is not repeated
+    each = [counted_plainly(token_ids) for token_ids in responses]
+    expected = Ngrams(sum(of.num for of in each), sum(of.num_repeated for of in each))
+    assert count_ngrams(responses) == expected
+    assert count_ngrams([]) == Ngrams(0, 0)
 
 
 def test_the_binary_sequence_that_fools_polynomial_hashes() -> None:
     """Thue-Morse and its complement have equal polynomial hashes modulo 2^64, whatever the base."""
     thue_morse = np.array([bin(i).count("1") % 2 for i in range(4096)], dtype=np.int32)
-    assert count_ngrams(thue_morse) == counted_plainly(thue_morse)
+    assert count_ngrams([thue_morse]) == counted_plainly(thue_morse)
 
 
 def group(*responses: np.ndarray) -> RolloutGroup:
