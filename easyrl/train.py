@@ -111,7 +111,6 @@ def run(
     ``ConfigError`` for what cannot be used, ``InterruptedRun`` in an outage, where a file of the
     run cannot be written, and when a stop was asked for by ``signals``.
     """
-    import gc
     import os
     from contextlib import ExitStack
 
@@ -119,6 +118,7 @@ def run(
     from easyrl.build.ledger import load_seal_key, print_chain
     from easyrl.build.parts import build_parts
     from easyrl.build.ranks import is_follower
+    from easyrl.runtime.garbage import collect_rarely
     from easyrl.runtime.signals import RunSignals
     from easyrl.runtime.stopping import StopRequest
     from easyrl.schema import RunComplete
@@ -155,9 +155,7 @@ def run(
         progress = trainer.progress
         if engine.ranks.rank == 0:
             at_end.callback(print_chain, config.run.output_dir)
-        gc.collect()
-        gc.freeze()  # what imports left behind; walking it took 0.2 s of every other step
-        gc.set_threshold(10_000, 20, 50)  # the producer makes many objects, without cycles
+        collect_rarely()
         signals.begin_training()
         trainer.fit()
         _finish(config, engine)

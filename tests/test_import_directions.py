@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "runtime.numerics": "",
     "runtime.durable_files": "",
     "runtime.frames": "",
+    "runtime.garbage": "",
     "runtime.loop_thread": "",
     "runtime.machine": "",
     "runtime.device_time": "",
@@ -59,7 +60,8 @@ MAY_IMPORT = {
     " inference_client.api_keys",
     # the endpoints
     "inference_client": "schema config completion_check runtime.frames",
-    "inference_client.fetching": "schema config completion_check runtime.frames runtime.machine"
+    "inference_client.fetching": "schema config completion_check runtime.frames runtime.garbage"
+    " runtime.machine"
     " runtime.workers inference_client.api_keys inference_client.client inference_client.errors"
     " inference_client.adapter_names inference_client.responses inference_client.sample_stream",
     "inference_client.pool": "schema config runtime.small_files timeline.spans"
@@ -72,10 +74,11 @@ MAY_IMPORT = {
     " inference_client.api_keys inference_client.lora_ranks"
     " inference_client.vllm_plugin.easyrl_vllm.access",
     "inference_client.servers.embedded": "schema hub kernels.attention.partial_attention"
-    " runtime.machine runtime.numerics runtime.shared_cores"
+    " runtime.garbage runtime.machine runtime.numerics runtime.shared_cores"
     " inference_client.sample_stream inference_client.transfer inference_client.vllm_plugin",
     # a process of its own between environments and the trainer's
-    "gateway": "schema config runtime.frames runtime.machine runtime.workers.child_process",
+    "gateway": "schema config runtime.frames runtime.garbage runtime.machine"
+    " runtime.workers.child_process",
     "episodes": "schema config metrics.event_log runtime.workers timeline.spans"
     " environments.failures gateway.messages gateway.process inference_client.errors",
     # the model that is trained

@@ -26,6 +26,7 @@ from easyrl.gateway.prompts import template_continues
 from easyrl.gateway.rendering import Renderer
 from easyrl.gateway.server import Gateway
 from easyrl.runtime.frames import FrameSplitter, frame
+from easyrl.runtime.garbage import collect_rarely
 from easyrl.runtime.machine import allow_open_files, limit_memory
 from easyrl.runtime.workers.child_process import HEARTBEAT_S
 
@@ -74,6 +75,7 @@ async def serve(connection: socket.socket, memory: int | None = None) -> None:
                 settings = within(decode_settings(payload), memory)
                 gateway, problem = _gateway(settings, outbox)
                 runner, port = await _started(gateway)
+                collect_rarely()
                 outbox.send(Ready(port, problem, gateway.tool_parser))
                 beating = asyncio.create_task(_beat(outbox, gateway))
                 beating.add_done_callback(lambda task: task.cancelled() or task.result())

@@ -34,6 +34,7 @@ from easyrl.inference_client.fetching.single_requests import SingleRequests
 from easyrl.inference_client.fetching.streamed_requests import StreamedRequests
 from easyrl.inference_client.responses import parse_generate_response
 from easyrl.runtime.frames import FrameSplitter, frame
+from easyrl.runtime.garbage import collect_rarely
 from easyrl.runtime.machine import allow_open_files, limit_memory
 from easyrl.runtime.workers.child_process import HEARTBEAT_S, Failure
 from easyrl.schema import Completion
@@ -87,6 +88,7 @@ def fetcher_main(connection: socket.socket) -> None:
     """What a fetcher process runs, until the other end of ``connection`` is closed."""
     allow_open_files()
     limit_memory(MEMORY_SHARE)
+    collect_rarely()
     asyncio.run(_serve(connection))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -25,6 +24,7 @@ from easyrl.inference_client.servers.embedded.requests import UnavailableError
 from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
 from easyrl.inference_client.servers.embedded.sampling import LogprobsMode
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.access import API_KEY_VARIABLE
+from easyrl.runtime.garbage import collect_rarely
 from easyrl.runtime.machine import url_host
 from easyrl.runtime.shared_cores import SharedCores
 
@@ -148,8 +148,7 @@ async def _serve_until_signal(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     runner, url = await start_site(app, host, port)
-    gc.collect()
-    gc.freeze()  # what imports left behind; walking it held every request up for 0.2 s
+    collect_rarely()
     print(f"easyrl serve: {model} ready at {url}", flush=True)
     await stopped.wait()
     if before_closing is not None:
