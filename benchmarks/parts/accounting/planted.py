@@ -43,7 +43,7 @@ class OncePerBatch:
 
 
 def plant(part: Part, seconds: float) -> None:
-    """Holds ``part`` up once a batch; of requests, all of a batch's first or last group."""
+    """Holds ``part`` up once a batch; of requests, those that begin it or its last group's."""
     if part.owner is RolloutGenerator:
         _plant_pause(seconds)
         return
@@ -108,21 +108,25 @@ class Asked:
 
 
 def _plant_requests(seconds: float, *, last: bool) -> None:
-    """All requests of a batch are later, or those of the group that is drawn last.
+    """The requests with which a batch begins are later, or those of the group that is drawn last.
 
-    These are answered behind all others, so that nothing else covers them.
+    The former keep their places meanwhile: what is sent behind them is as much later. The latter
+    are answered behind all others, so that nothing else covers them.
     """
-    asked = Asked()
+    asked, once = Asked(), OncePerBatch()
     asked.install()
+    once.install()
     counted = EndpointPool.ask
 
     async def ask(pool: Any, endpoint: Any, prompt_token_ids: Any, *more: Any, **named: Any) -> Any:
+        begins = once.is_due
         answer = await counted(pool, endpoint, prompt_token_ids, *more, **named)
-        if last:
-            if not asked.is_latest(prompt_token_ids):
-                return answer
+        if last and asked.is_latest(prompt_token_ids):
             await asked.all_answered()
-        await asyncio.sleep(seconds)
+            await asyncio.sleep(seconds)
+        elif begins and not last:
+            await asyncio.sleep(seconds)
+            once.take()  # others begin behind the first answer
         return answer
 
     EndpointPool.ask = ask  # type: ignore[method-assign]
