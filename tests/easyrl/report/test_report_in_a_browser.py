@@ -278,9 +278,11 @@ def test_the_theme_can_be_changed(run_dir: Path) -> None:  # noqa: F811
 
 
 def test_what_goes_wrong_in_a_page_is_found(run_dir: Path) -> None:  # noqa: F811
-    broken = render(found(run_dir)).replace(
-        "// ---- samples", "console.error('planted'); fetch('http://127.0.0.1:9/x').catch(() => 0);"
-    )
+    planted = "console.error('planted'); fetch('http://127.0.0.1:9/x').catch(() => 0);\n"
+    place = "\n// ---- samples"
+    whole = render(found(run_dir))
+    assert whole.count(place) == 1
+    broken = whole.replace(place, f"\n{planted}{place}")
     (run_dir / FILE).write_text(broken)
     with opened_page(run_dir / FILE) as page:
         page.wait_for_batch()
