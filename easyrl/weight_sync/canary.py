@@ -26,7 +26,7 @@ CANARY_TOKENS = 2  # generated per prompt; every sync waits for so many decode s
 CANARY_PROMPT_TOKENS = (144, *(24,) * 15)
 # Where only embedded servers are asked, whose cache has prompts as a whole: about as long as short
 # prompts are, with which they are then computed.
-EMBEDDED_PROMPT_TOKENS = (12,) * 16
+EMBEDDED_PROMPT_TOKENS = (11,) * 16
 FEWEST_TOKENS = 8  # prompt and response together
 # Mean |Δ log-prob|, nats, of what the proof of the bits cannot see: a tied head or a cache that was
 # left from other weights is off by nats. Rounding in bf16 has means of 3e-3 to 3e-2, with outliers

@@ -468,7 +468,7 @@ def test_the_canary_of_embedded_servers_is_shorter():
     prompts = canary_prompts([Prompt(0, np.arange(5, dtype=np.int32), "", None)], 10, embedded=True)
     assert [len(prompt.token_ids) for prompt in prompts] == [8] * 16
     whole = canary_prompts([Prompt(0, np.arange(5, dtype=np.int32), "", None)], None, embedded=True)
-    assert [len(prompt.token_ids) for prompt in whole] == [12] * 16
+    assert [len(prompt.token_ids) for prompt in whole] == [11] * 16
 
 
 def test_a_context_too_short_for_a_canary_is_refused():
