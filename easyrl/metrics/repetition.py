@@ -41,13 +41,13 @@ def count_ngrams(responses: Sequence[np.ndarray]) -> Ngrams:
     response_of = np.repeat(np.arange(len(lengths), dtype=np.uint64), lengths)
     first, last = response_of[: len(hashes)], response_of[NGRAM - 1 :]
     within = np.flatnonzero(first == last)  # those that cross no border
-    hashes = _mixed(hashes[within] + first[within] * _FACTOR)  # others' are others
+    hashes = _mixed(hashes[within] + first[within] * _FACTOR)  # equal ones of two responses differ
     hashes.sort()
     return Ngrams(len(hashes), int(np.count_nonzero(hashes[1:] == hashes[:-1])))
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """One to one."""
+    """``numbers``, mixed in place; different ones stay different."""
     numbers ^= numbers >> _SHIFT
     numbers *= _MIX
     return numbers

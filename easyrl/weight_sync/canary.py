@@ -38,7 +38,7 @@ OUTLIERS = 1 / 8  # share of the canary's tokens that rounding may move by nats
 def canary_prompts(
     prompts: Sequence[Prompt], max_model_len: int | None, *, embedded: bool = False
 ) -> list[Prompt]:
-    """A few prompts of several cache blocks each, made of the dataset's own tokens.
+    """A few prompts, of a cache block and more where caches have blocks, of the dataset's tokens.
 
     With ``CANARY_TOKENS`` they fit into ``max_model_len``; ``ValueError`` if it is too short.
     ``embedded``: all endpoints are embedded servers.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -18,8 +17,6 @@ from easyrl.schema import Completion
 
 # told of orders: the response of one, or the error that ended all of them, and when they were sent
 Answered: TypeAlias = Callable[[Sequence[Send], Completion | Exception, float], None]
-
-_sampling = functools.lru_cache(64)(SamplingConfig.model_validate_json)  # most ask for the same
 
 
 class SingleRequests:
@@ -45,7 +42,7 @@ class SingleRequests:
         start_s = self._loop.time()
         try:
             prompt = np.frombuffer(order.prompt, np.int32)
-            sampling = _sampling(order.sampling)
+            sampling = SamplingConfig.model_validate_json(order.sampling)
             self._api_keys.learn(order.url, order.api_key)
             self._adapters.learn(order.url, order.model)
             result: Completion | Exception

@@ -57,7 +57,8 @@ def plant(part: Part, seconds: float) -> None:
         _plant_rewards(original, seconds)
         return
     if part.owner is EndpointPool:
-        _plant_requests(seconds, last=part.of_last_group)
+        once.install()
+        _plant_requests(seconds, once, last=part.of_last_group)
         return
     if part.method != "begin":
         once.install()
@@ -107,15 +108,14 @@ class Asked:
             await asyncio.sleep(1e-3)
 
 
-def _plant_requests(seconds: float, *, last: bool) -> None:
+def _plant_requests(seconds: float, once: OncePerBatch, *, last: bool) -> None:
     """The requests with which a batch begins are later, or those of the group that is drawn last.
 
     The former keep their places meanwhile: what is sent behind them is as much later. The latter
     are answered behind all others, so that nothing else covers them.
     """
-    asked, once = Asked(), OncePerBatch()
+    asked = Asked()
     asked.install()
-    once.install()
     counted = EndpointPool.ask
 
     async def ask(pool: Any, endpoint: Any, prompt_token_ids: Any, *more: Any, **named: Any) -> Any:
