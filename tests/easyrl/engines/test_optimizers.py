@@ -117,8 +117,9 @@ def test_steps_are_those_of_the_plain_optimizer_on_the_mean_loss(launch: Launch,
         for steps in (rank["steps"] for rank in ranks):
             assert len(steps) == NUM_STEPS
             for i, step in enumerate(steps):
-                # in 8 bits later gradients are those of weights that differ a little
-                norm = 1e-3 if i > 0 and name == "adam8bit" else 1e-5  # measured 1e-4, 6e-6
+                # later gradients are those of weights that differ a little, in 8 bits by more;
+                # measured 1e-4 in 8 bits, else up to 1.2e-5 by the processor's kernels
+                norm = 1e-3 if i > 0 and name == "adam8bit" else 5e-5
                 assert step["norm"] < norm, (case, i, step)
                 assert step["moved"] < MOVED[name], (case, i, step)
             assert any(step["clipped"] for step in steps) == case.endswith("/clipped"), case
@@ -134,7 +135,7 @@ def test_running_means_are_of_divided_and_clipped_gradients(
     for case, ranks in launch.cases("steps", elementwise).items():
         for step in (step for rank in ranks for step in rank["steps"]):
             assert step["num_averages"] > 30, case
-            assert step["averages"] < 3e-5, (case, step)  # measured 1e-5
+            assert step["averages"] < 5e-5, (case, step)  # measured 1e-5 to 1.8e-5
 
 
 def test_muon_as_torch_rounds_it(alone: Launch) -> None:
