@@ -155,13 +155,13 @@ def _logprobs(turn: ChatTurn, request: ChatRequest, renderer: Renderer) -> dict[
     """Of every sampled token, the end of the turn among them."""
     if not request.logprobs:
         return None
-    content = []
     sampled = turn.sampled
-    for token_id, logprob in zip(
-        sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True
-    ):
-        text = renderer.token_text(token_id)
-        token = f"token_id:{token_id}" if request.tokens_as_ids else text
-        spelt = list(text.encode("utf-8", "replace"))
-        content.append({"token": token, "logprob": logprob, "bytes": spelt, "top_logprobs": []})
+    token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
+    told = map("token_id:{}".format if request.tokens_as_ids else renderer.token_text, token_ids)
+    content = [
+        {"token": token, "logprob": logprob, "bytes": spelt, "top_logprobs": []}
+        for token, logprob, spelt in zip(
+            told, logprobs, map(renderer.token_bytes, token_ids), strict=True
+        )
+    ]
     return {"content": content, "refusal": None}

@@ -7,7 +7,7 @@ is given the recorded ids, and of its own only what is new.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class AnsweredTurn:
     previous: AnsweredTurn | None  # whose conversation it continues
     parent: AnsweredTurn | None  # ... whose ids too; None: its own begin the prompt
     own_ids: np.ndarray  # int32, behind the parent's: what is new of the prompt, and the sampled
-    own_text: str  # of the same
+    own_text: Callable[[], str]  # of the same; few templates need it, and it is decoded then
     said: str  # the sampled text, without the end of the turn
 
     @property
@@ -43,7 +43,7 @@ class AnsweredTurn:
 
     @property
     def text(self) -> str:
-        return "".join(turn.own_text for turn in reversed(list(self._line())))
+        return "".join(turn.own_text() for turn in reversed(list(self._line())))
 
     def _line(self) -> Iterator[AnsweredTurn]:
         turn: AnsweredTurn | None = self

@@ -46,6 +46,7 @@ class Renderer:
         self.end_ids = None if end_ids is None else frozenset(end_ids)
         self._special_ids = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
         self.token_text = cache(self._token_text)
+        self.token_bytes = cache(self._token_bytes)
         self.max_context = max_context
         # in bytes, or more: byte-level vocabularies have a letter for each byte
         self._longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
@@ -149,6 +150,10 @@ class Renderer:
 
     def _token_text(self, token_id: int) -> str:
         return self.decode([token_id])
+
+    def _token_bytes(self, token_id: int) -> tuple[int, ...]:
+        """Of its text, in UTF-8."""
+        return tuple(self.token_text(token_id).encode("utf-8", "replace"))
 
 
 def renderable(message: Message) -> dict[str, Any]:

@@ -180,13 +180,14 @@ class Gateway:
             prompt: ChatPrompt = await asyncio.to_thread(render) if is_long else render()
         sampled = await self._questions.ask(session.id, prompt.ids, request.limits)
         sampled = replace(sampled, new_ids=prompt.new_ids, parent=prompt.parent)
+        token_ids, new_text = sampled.token_ids, prompt.new_text
         turn = chat_turn(renderer, self._parser, request, sampled, _stops(session, request.limits))
         answered = AnsweredTurn(
             num_messages=len(messages) + 1,
             previous=prompt.previous,
             parent=prompt.parent,
-            own_ids=np.concatenate([prompt.new_ids, sampled.token_ids]),
-            own_text=prompt.new_text + renderer.decode(sampled.token_ids.tolist()),
+            own_ids=np.concatenate([prompt.new_ids, token_ids]),
+            own_text=functools.cache(lambda: new_text + renderer.decode(token_ids.tolist())),
             said=turn.said,
         )
         session.history.record(chain, renderable(turn.message), answered)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -27,6 +28,8 @@ class SingleRequests:
     ) -> None:
         self._fetch, self._api_keys, self._adapters = fetch, api_keys, adapters
         self._answered = answered
+        # that of a run's requests is the same
+        self._sampling = functools.lru_cache(maxsize=16)(SamplingConfig.model_validate_json)
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by number of the order
 
@@ -42,7 +45,7 @@ class SingleRequests:
         start_s = self._loop.time()
         try:
             prompt = np.frombuffer(order.prompt, np.int32)
-            sampling = SamplingConfig.model_validate_json(order.sampling)
+            sampling = self._sampling(order.sampling)
             self._api_keys.learn(order.url, order.api_key)
             self._adapters.learn(order.url, order.model)
             result: Completion | Exception
