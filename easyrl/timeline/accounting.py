@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -57,6 +58,7 @@ TRAINING = "idle: training"  # the batch is answered, and a trainer is at work
 IDLE = frozenset({BORDER, NO_PROMPT, OTHERS_TAIL, REWARDS, ENVIRONMENTS, TRAINING})
 NOT_RECORDED = "not recorded"  # nothing is seen, in a batch of which spans were left out
 _PHASE_NAMES = {"other": UNEXPLAINED}
+_moment = itemgetter(0)
 
 
 class LaneAccount(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -98,13 +100,20 @@ def account(of_ranks: Sequence[BatchSpans]) -> list[LaneAccount]:
         min(window.start_s for window in own.values()), max(window.end_s for window in own.values())
     )
     left_out = sum(each.left_out for each in of_ranks)
-    reasons = reasons_by_lane(spans, whole.end_s)
+    lanes = by_lane(spans)
+    reasons = reasons_by_lane(lanes, whole.end_s)
     answered_s = max(
-        (s.end_s for s in spans if is_endpoint(s.lane) and s.name in (REQUEST, FAILED)),
+        (
+            span.end_s
+            for lane, of_lane in lanes.items()
+            if is_endpoint(lane)
+            for span in of_lane
+            if span.name in (REQUEST, FAILED)
+        ),
         default=whole.start_s,
     )
     accounts = []
-    for lane, of_lane in by_lane(spans).items():
+    for lane, of_lane in lanes.items():
         if is_rank(lane):
             window = own.get(lane, whole)
             causes, not_kept = _of_rank(of_lane, window), 0
@@ -173,17 +182,14 @@ def _of_endpoint(
     done_s = max((span.end_s for span in asked), default=window.end_s)
     causes = defaultdict[str, float](float)
     more = [first_s, last_s, done_s, answered_s]
-    seen = [*spans, *reasons]
-    moments = [(start, end, now.copy()) for start, end, now in _moments(seen, window, more)]
-    most = max((running[REQUEST] for _, _, running in moments), default=0)
+    most = max((running[REQUEST] for _, _, running in _moments(asked, window)), default=0)
     has_failed = False  # what ended last here
-    for start_s, end_s, running in moments:
+    for start_s, end_s, running in _moments([*spans, *reasons], window, more):
         if running[REQUEST] or running[FAILED]:
             has_failed = not running[REQUEST]
-        update = next((name for name in UPDATES if running[name]), None)
         if running[REQUEST]:
             cause = GENERATING if end_s <= last_s or running[REQUEST] == most else TAIL
-        elif update is not None:
+        elif (update := next((name for name in UPDATES if running[name]), None)) is not None:
             cause = update
         elif running[EVALUATION]:
             cause = EVALUATION
@@ -229,29 +235,28 @@ def _as_seen(causes: Mapping[str, float]) -> dict[str, float]:
 
 
 def _moments(
-    spans: Sequence[Span], window: _Window, more: Sequence[float]
+    spans: Sequence[Span], window: _Window, more: Sequence[float] = ()
 ) -> Iterator[tuple[float, float, dict[str, int]]]:
-    """Start and end of each stretch in which nothing begins or ends, and what runs, by name.
+    """Start and end of each stretch in which nothing begins or ends, and what runs, by name: until
+    the next one is asked for.
 
     ``more``: moments, seconds, that a stretch must not contain.
     """
-    changes = defaultdict[float, list[tuple[str, int]]](list)
+    changes = list[tuple[float, str, int]]()
     running = defaultdict[str, int](int)
+    first_s, last_s = window
     for span in spans:
-        if not _within(span, window):
-            continue
-        changes[max(span.start_s, window.start_s)].append((span.name, 1))
-        changes[min(span.end_s, window.end_s)].append((span.name, -1))
-    for moment in (*more, window.end_s):
-        if window.start_s <= moment <= window.end_s:
-            changes[moment].extend(())
-    before_s = window.start_s
-    for moment in sorted(changes):
+        start_s, end_s = max(span.start_s, first_s), min(span.end_s, last_s)
+        if end_s > start_s:
+            changes += (start_s, span.name, 1), (end_s, span.name, -1)
+    changes += ((moment, "", 0) for moment in (*more, last_s) if first_s <= moment <= last_s)
+    changes.sort(key=_moment)
+    before_s = first_s
+    for moment, name, change in changes:
         if moment > before_s:
             yield before_s, moment, running
-        for name, change in changes[moment]:
-            running[name] += change
-        before_s = moment
+            before_s = moment
+        running[name] += change
 
 
 def _within(span: Span, window: _Window) -> float:

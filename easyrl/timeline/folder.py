@@ -38,8 +38,11 @@ class TimelineFolder:
     def write(self, spans: BatchSpans) -> None:
         """A rank's batch, in place of what there was. Raises ``OSError``."""
         self.path.mkdir(exist_ok=True)
-        file = self.path / f"batch-{spans.batch:08d}-rank{spans.rank}.json.gz"
-        write_compressed(file, msgspec.json.encode(spans))
+        write_compressed(self._file(spans.batch, spans.rank), msgspec.json.encode(spans))
+
+    def remove(self, batch: int, rank: int) -> None:
+        """One file, if it is there. Raises ``OSError``."""
+        self._file(batch, rank).unlink(missing_ok=True)
 
     def remove_up_to(self, batch: int, rank: int) -> None:
         """The rank's files of ``batch`` and those before it. Raises ``OSError``."""
@@ -76,6 +79,9 @@ class TimelineFolder:
                 if found := _NAME.fullmatch(name):
                     batch, rank = map(int, found.groups())
                     yield BatchFile(batch, rank, self.path / name)
+
+    def _file(self, batch: int, rank: int) -> Path:
+        return self.path / f"batch-{batch:08d}-rank{rank}.json.gz"
 
 
 def _decode(content: bytes) -> BatchSpans:

@@ -6,8 +6,10 @@ lane of whoever has it.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 from easyrl.timeline.spans import (
     ACTING,
@@ -19,6 +21,7 @@ from easyrl.timeline.spans import (
     Span,
     is_endpoint,
     is_environment,
+    is_producer,
     is_rank,
 )
 
@@ -32,42 +35,55 @@ UNSENT = "prompt not sent"
 
 _AT_WORK = frozenset({"pack", "train", "look_ahead", "ranks", "evaluation", "check", "step"})
 _NO_WORK = frozenset({"wait", "other"})
+_start_s = attrgetter("start_s")
 
 
-def reasons_by_lane(spans: Sequence[Span], end_s: float) -> dict[str, list[Span]]:
-    """For each endpoint of a batch that ends at ``end_s``: the times of each reason."""
-    phases = [span for span in spans if is_rank(span.lane)]
+def reasons_by_lane(lanes: Mapping[str, Sequence[Span]], end_s: float) -> dict[str, list[Span]]:
+    """For each endpoint of a batch that ends at ``end_s``: the times of each reason.
+
+    ``lanes``: the batch's spans (``by_lane``).
+    """
+    phases = _of(lanes, is_rank)
+    producers = _of(lanes, is_producer)
     of_all = [
-        *_together(ACTING, (s for s in spans if is_environment(s.lane) and s.name == ACTING)),
-        *_together(SCORING, (s for s in spans if s.name in (REWARD, GROUP_REWARD))),
+        *_together(ACTING, (s for s in _of(lanes, is_environment) if s.name == ACTING)),
+        *_together(SCORING, (s for s in producers if s.name in (REWARD, GROUP_REWARD))),
         *_together(BEGINNING, (s for s in phases if s.name == "begin")),
         *_together(AT_WORK, (s for s in phases if s.name in _AT_WORK)),
         *_together(AT_BORDER, (s for s in phases if s.name not in _AT_WORK | _NO_WORK)),
-        *_unsent(spans, end_s),
+        *_unsent(producers, min((own[0].start_s for own in lanes.values()), default=0.0), end_s),
     ]
-    asked = {span.lane: list[Span]() for span in spans if is_endpoint(span.lane)}
-    for span in spans:
-        if span.name == REQUEST:
-            asked[span.lane].append(span)
+    asked = {
+        lane: [span for span in own if span.name == REQUEST]
+        for lane, own in lanes.items()
+        if is_endpoint(lane)
+    }
+    if len(asked) == 1:
+        return {lane: of_all for lane in asked}
     busy = {lane: _together(ELSEWHERE, requests) for lane, requests in asked.items()}
     return {
         lane: [*of_all, *_together(ELSEWHERE, _of_others(busy, lane))] for lane in sorted(asked)
     }
 
 
+def _of(lanes: Mapping[str, Sequence[Span]], is_one: Callable[[str], bool]) -> list[Span]:
+    """The spans of those lanes."""
+    return [span for lane, own in lanes.items() if is_one(lane) for span in own]
+
+
 def _of_others(busy: Mapping[str, Sequence[Span]], lane: str) -> Iterable[Span]:
     return (span for other, spans in busy.items() if other != lane for span in spans)
 
 
-def _unsent(spans: Sequence[Span], end_s: float) -> list[Span]:
+def _unsent(producers: Sequence[Span], first_s: float, end_s: float) -> list[Span]:
     """When a prompt could have been sent and was not: fewer groups have begun than may be drawn.
 
-    What may be drawn is as many as were trained, and one more for each that was rejected.
+    What may be drawn from ``first_s`` on is as many as were trained, and one more for each that was
+    rejected.
     """
-    groups = [span for span in spans if span.name == GROUP]
-    trained = {_key(span) for span in spans if span.name == QUEUED}
+    groups = [span for span in producers if span.name == GROUP]
+    trained = {_key(span) for span in producers if span.name == QUEUED}
     changes = defaultdict[float, int](int)  # of the number of prompts that may be drawn
-    first_s = min((span.start_s for span in spans), default=0.0)
     for group in groups:
         changes[first_s if _key(group) in trained else group.end_s] += 1
         changes[group.start_s] -= 1
@@ -92,10 +108,14 @@ def _key(span: Span) -> tuple[int | str | None, int | str | None]:
 def _together(name: str, spans: Iterable[Span]) -> list[Span]:
     """The times in which one of ``spans`` runs, each once."""
     times: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.start_s):
-        if times and span.start_s <= times[-1].end_s:
-            end_s = max(times[-1].end_s, span.end_s)
-            times[-1] = Span(span.lane, name, times[-1].start_s, end_s)
-        else:
-            times.append(Span(span.lane, name, span.start_s, span.end_s))
+    lane, start_s, end_s = "", 0.0, -math.inf  # of the last one
+    for span in sorted(spans, key=_start_s):
+        if span.start_s > end_s:
+            if end_s > -math.inf:
+                times.append(Span(lane, name, start_s, end_s))
+            lane, start_s, end_s = span.lane, span.start_s, span.end_s
+        elif span.end_s > end_s:
+            end_s = span.end_s
+    if end_s > -math.inf:
+        times.append(Span(lane, name, start_s, end_s))
     return times

@@ -58,7 +58,7 @@ class SpanRecorder:
         self._began_s = time.monotonic()  # the open batch
         self._open: int | None = None  # its number; None: the first has not begun
         self._phase_end_s = self._began_s  # of the last phase
-        self._told = False
+        self._told = self._has_written = False
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="timeline")
 
     def phase(self, name: str, start_s: float, end_s: float, args: Mapping[str, int | str]) -> None:
@@ -137,7 +137,11 @@ class SpanRecorder:
         try:
             self.folder.write(whole)
             self.on_batch(whole)
-            self.folder.remove_up_to(batch - self.keep, self.rank)
+            if self._has_written:
+                self.folder.remove(batch - self.keep, self.rank)
+            else:  # what a run before has left, too
+                self.folder.remove_up_to(batch - self.keep, self.rank)
+            self._has_written = True
         except OSError as error:
             if not self._told:
                 logger.warning(

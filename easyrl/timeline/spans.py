@@ -89,6 +89,10 @@ def is_models(lane: str) -> bool:
     return lane.startswith("models ")
 
 
+def is_producer(lane: str) -> bool:
+    return lane.startswith("producer ")
+
+
 def is_endpoint(lane: str) -> bool:
     return lane.startswith("endpoint ")
 
