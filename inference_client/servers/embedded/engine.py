@@ -26,6 +26,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from easyrl.inference_client.servers.embedded.batch import RunningBatch
 from easyrl.inference_client.servers.embedded.decode_check import check_decoding
 from easyrl.inference_client.servers.embedded.decode_masks import DecodeMasks
+from easyrl.inference_client.servers.embedded.news import News
 from easyrl.inference_client.servers.embedded.requests import (
     BadRequestError,
     GenerationRequest,
@@ -74,6 +75,7 @@ class EmbeddedEngine:
         cores: SharedCores | None = None,
     ) -> None:
         self._cores = cores or SharedCores()
+        self.news = News()  # of requests that have finished; to be added to in the engine's thread
         self._model = _load_model(model, dtype, device)
         self.tokenizer = load_tokenizer(model)
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
@@ -288,11 +290,13 @@ class EmbeddedEngine:
 
     def _take_inbox(self) -> None:
         """Runs what has come in; waits for something if there is nothing else to do."""
+        self.news.tell()  # of the step before, or of what came in before
         if not self._can_generate:
             self._cores.rest()
             self._inbox.get()()
         while not self._inbox.empty():
             self._inbox.get()()
+        self.news.tell()  # before a step that takes its time
 
     def _work(self) -> None:
         start_s = time.perf_counter()
@@ -378,6 +382,7 @@ class EmbeddedEngine:
             self._fail_requests(f"engine failed: {self._failure!r}")
         for drained in self._drained:
             drained.set_result(None)
+        self.news.tell()
 
 
 def _load_model(path: Path, dtype: str, device: str) -> PreTrainedModel:

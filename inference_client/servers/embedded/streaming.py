@@ -83,9 +83,9 @@ class SampleStream:
     def _note(self, index: int, finished: Finished) -> None:
         """In the engine's thread; the loop is woken once for all samples of a decode step."""
         self._ended.append((index, finished))
-        if not self._is_told and not self._loop.is_closed():
+        if not self._is_told:
             self._is_told = True
-            self._loop.call_soon_threadsafe(self._some.set)
+            self._engine.news.add(self._loop, self._some)
 
     def _take(self) -> list[Ended]:
         self._some.clear()
