@@ -64,7 +64,8 @@ def open_episodes(
         raise ConfigError(str(error)) from error
     if problem is not None:
         _warn_of_template(config, problem)
-    tell_tool_parser(config, gateway.tool_parser)
+    if problem != NO_TEMPLATE:
+        tell_tool_parser(config, gateway.tool_parser)
     hosts = []
     for number, environment in enumerate(config.environments):
         of = EnvironmentHosts(environment)
@@ -119,8 +120,15 @@ def tell_tool_parser(config: Config, chosen: str | None) -> None:
 
 
 def _warn_of_template(config: Config, problem: str) -> None:
-    """What comes of a template that renders an answered turn otherwise than it was sampled."""
+    """What comes of a template that renders an answered turn otherwise than it was sampled, or of
+    none. Raises ``ConfigError`` where there is none and an environment has tools."""
     if problem == NO_TEMPLATE:
+        for number, environment in enumerate(config.environments):
+            if environment.kind == "tools":
+                raise ConfigError(
+                    f"environments[{number}].tools: {config.model.tokenizer_path} has no chat "
+                    "template to show them with; give one as data.chat_template"
+                )
         log.warning(
             "environments: %s has no chat template, so that chat requests are refused and token "
             "ids alone are taken; give one as data.chat_template",
