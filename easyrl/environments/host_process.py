@@ -192,7 +192,8 @@ class HostProcess(SupervisedChild):
         elif kind == "output":
             dropped = f" ({message['dropped']} bytes more)" if message["dropped"] else ""
             text = message["text"].rstrip("\n")
-            logger.info("environment %s prints%s: %s", self.settings.name, dropped, text)
+            # a level that is shown: whoever prints looks for it
+            logger.warning("environment %s prints%s: %s", self.settings.name, dropped, text)
         elif kind == "ready":
             self.is_ready = self._was_ready = True
             self._last_beat_s = time.monotonic()

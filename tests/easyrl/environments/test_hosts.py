@@ -392,7 +392,7 @@ async def test_a_cancelled_rollout_ends_and_what_it_says_then_is_ignored(tmp_pat
 async def test_what_is_printed_does_not_disturb_and_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.WARNING)  # as a run shows its log
     async with ScriptedChat() as chat, running(coroutine(tmp_path, BEHAVIOURS)) as hosts:
         assert (await rollout(hosts, chat, "print")).reward == 0.5
         await asyncio.sleep(1.2)  # what its child printed comes with the beat at the latest
