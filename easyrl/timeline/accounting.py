@@ -20,6 +20,7 @@ from easyrl.timeline.reasons import (
     AT_WORK,
     BEGINNING,
     ELSEWHERE,
+    IN_QUEUE,
     SCORING,
     UNSENT,
     reasons_by_lane,
@@ -54,7 +55,8 @@ NO_PROMPT = "idle: no prompt left"  # others have all that may be drawn, and it 
 OTHERS_TAIL = "idle: others' tail"  # it is done, and others still generate
 REWARDS = "idle: rewards"  # all that was asked is answered, and some of it is being scored
 ENVIRONMENTS = "idle: environments"  # an episode's environment is at work
-TRAINING = "idle: training"  # the batch is answered, and a trainer is at work
+# The batch is answered, and a trainer is at work, or has groups to take:
+TRAINING = "idle: training"
 IDLE = frozenset({BORDER, NO_PROMPT, OTHERS_TAIL, REWARDS, ENVIRONMENTS, TRAINING})
 NOT_RECORDED = "not recorded"  # nothing is seen, in a batch of which spans were left out
 _PHASE_NAMES = {"other": UNEXPLAINED}
@@ -223,7 +225,9 @@ def _after_the_last_answer(running: Mapping[str, int]) -> str:
         return TRAINING
     if running[AT_BORDER]:
         return BORDER
-    return REWARDS if running[SCORING] else UNEXPLAINED
+    if running[SCORING]:
+        return REWARDS
+    return TRAINING if running[IN_QUEUE] else UNEXPLAINED
 
 
 def _as_seen(causes: Mapping[str, float]) -> dict[str, float]:

@@ -30,6 +30,7 @@ SCORING = "scoring"  # a reward runs, or waits for a worker
 BEGINNING = "beginning"  # a trainer asks for the batch
 AT_WORK = "trainer at work"  # with what was generated
 AT_BORDER = "trainer between batches"  # weights, certificate, reports
+IN_QUEUE = "group in the queue"  # finished, and the trainer has yet to take it
 # A prompt may be drawn, and no endpoint has its first request. Not a reason to be idle.
 UNSENT = "prompt not sent"
 
@@ -48,6 +49,7 @@ def reasons_by_lane(lanes: Mapping[str, Sequence[Span]], end_s: float) -> dict[s
     of_all = [
         *_together(ACTING, (s for s in _of(lanes, is_environment) if s.name == ACTING)),
         *_together(SCORING, (s for s in producers if s.name in (REWARD, GROUP_REWARD))),
+        *_together(IN_QUEUE, (s for s in producers if s.name == QUEUED)),
         *_together(BEGINNING, (s for s in phases if s.name == "begin")),
         *_together(AT_WORK, (s for s in phases if s.name in _AT_WORK)),
         *_together(AT_BORDER, (s for s in phases if s.name not in _AT_WORK | _NO_WORK)),

@@ -11,7 +11,6 @@ from benchmarks.parts.accounting.growth import growth
 from benchmarks.parts.accounting.parts import PARTS
 from easyrl.metrics.step_progress import DOES
 from easyrl.timeline.accounting import (
-    BORDER,
     ENVIRONMENTS,
     FAILING,
     FIRST_GROUP,
@@ -20,16 +19,14 @@ from easyrl.timeline.accounting import (
     NO_PROMPT,
     STARVED,
     TAIL,
-    TRAINING,
     UNEXPLAINED,
 )
 from easyrl.timeline.spans import BatchSpans, Span
 from tests.easyrl.timeline.made_spans import TRAINER, A, B, batch, phases, requests
 
-# what is held up of ranks, or answers late, in the accounts of endpoints; without environments,
-# failures and rejected groups; once in a run
-NOT_OF_A_PART = {GENERATING, BORDER, TRAINING, ENVIRONMENTS, FAILING, NO_PROMPT}
-NOT_OF_A_PART |= {"probe", "evaluation"}
+# in the accounts of endpoints: without environments, failures and rejected groups; once in a run;
+# beside training's own requests
+NOT_OF_A_PART = {ENVIRONMENTS, FAILING, NO_PROMPT, "probe", "evaluation"}
 OF_ENDPOINTS = {GENERATING, TAIL, FAILING, UNEXPLAINED} | IDLE
 OF_ENDPOINTS |= {"push", "proof", "canary", "probe", "evaluation"}
 

@@ -117,6 +117,14 @@ PARTS = {
         is_async=True,
         settings=("weight_sync.canary=true", "weight_sync.canary_tolerance=100"),
     ),
+    # the same delays as others', or the like, as an endpoint's lane has them
+    "first response, at the endpoint": Part(
+        EndpointPool, "ask", ("generating",), "endpoint", is_async=True
+    ),
+    "step, at the endpoint": Part(
+        DeepSpeedEngine, "optimizer_step", ("idle: training",), "endpoint"
+    ),
+    "border, at the endpoint": Part(WeightSync, "publish", ("idle: border",), "endpoint"),
     "push, at the trainer": Part(WeightPusher, "push", ("sync",), is_async=True),
     "ledger": Part(Ledger, "close_batch", ("ledger",)),
     "report": Part(StepReporter, "report", ("report",)),

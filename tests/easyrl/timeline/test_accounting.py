@@ -145,8 +145,9 @@ def test_a_prompt_that_nobody_sends_leaves_idle_endpoints_unexplained() -> None:
     asked = [*requests(A, (1.0, 3.0)), *requests(B, (1.0, 6.0), (5.0, 6.5))]
     sent_late = [*group(1.0, 3.0, GROUP_1), *group(1.0, 6.0, GROUP_2), *group(5.0, 6.5, GROUP_3)]
     causes = accounts_of([*TRAINER, *asked, *sent_late])[A].causes
-    # GROUP_3 could have been here; and at the end all is answered, and the trainer still waits
-    assert causes["unexplained"] == pytest.approx(5.0 - 3.0 + 7.0 - 6.5)
+    # GROUP_3 could have been here; and at the end all is answered, and the trainer still waits, 0.1
+    # of it with a group in the queue
+    assert causes["unexplained"] == pytest.approx(5.0 - 3.0 + 7.0 - 6.6)
     assert causes["idle: others' tail"] == pytest.approx(6.5 - 5.0)
 
 
@@ -178,6 +179,17 @@ def test_an_endpoint_waits_for_rewards_where_only_they_run() -> None:
     assert causes["unexplained"] == pytest.approx(1.0)  # scored, and the trainer still waits
     assert causes["idle: training"] == pytest.approx(2.0)
     assert causes["idle: border"] == pytest.approx(0.5 + 1.0)
+
+
+def test_a_group_that_waits_to_be_taken_is_the_trainers_time() -> None:
+    spans = [
+        *phases(("begin", 1), ("wait", 6), ("train", 2), ("sync", 1)),
+        *requests(A, (0.5, 4.0)),
+        Span("producer 0", "queued", 5.0, 6.5),
+    ]
+    causes = accounts_of(spans)[A].causes
+    assert causes["idle: training"] == pytest.approx(1.5 + 2.0)
+    assert causes["unexplained"] == pytest.approx(1.0 + 0.5)
 
 
 def test_an_endpoint_that_is_never_asked_has_no_prompt_left() -> None:
