@@ -74,6 +74,13 @@ def plan_command(
         int | None,
         typer.Option(help="devices of a training rank; default: the run's, else 1", min=1),
     ] = None,
+    device_gb: Annotated[
+        float | None,
+        typer.Option(
+            help="memory of a training device in 10^9 bytes, for a run; default: this machine's",
+            min=0,
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="in place of a run: 8b, 32b, 30b-a3b, or a folder with a config.json"),
@@ -103,6 +110,8 @@ def plan_command(
         require_lengths(mean_tokens, sigma)
         if sum(source is not None for source in (run_dir, model, rates)) != 1:
             raise ValueError("give a run's folder, or --model and --device, or --rates")
+        if device_gb is not None and run_dir is None:
+            raise ValueError("--device-gb: is for a run; --device names those of --model")
         rows: list[Split]
         measured: Measured | None = None
         splits: list[ModelSplit] = []
@@ -135,13 +144,13 @@ def plan_command(
                 assert rates is not None
                 wanted = replace(_stated(rates, mean_tokens, sigma), **of_batch, **numbers, **sizes)
             if devices is not None:
-                rows = splits_of(devices, wanted, fits=lambda ranks: _fits(config, ranks))
+                rows = splits_of(devices, wanted, fits=lambda n: _fits(config, n, device_gb))
             else:
                 from easyrl.simulation.pipeline import simulate
 
                 own = wanted if measured is None else measured.setting
                 settings = [own] if wanted == own else [own, wanted]
-                rows = [Split(s, simulate(s), _fits(config, s.ranks)) for s in settings]
+                rows = [Split(s, simulate(s), _fits(config, s.ranks, device_gb)) for s in settings]
         if png is not None:
             from easyrl.simulation.draw import draw_splits
 
@@ -209,8 +218,9 @@ def _divided(
     return divide(shape_named(model), own, devices, Workload(lengths, **asked), Assumed())
 
 
-def _fits(config: Config | None, ranks: int) -> bool | None:
-    """Whether ``ranks`` have the memory on this machine's devices; None where nobody can say."""
+def _fits(config: Config | None, ranks: int, device_gb: float | None) -> bool | None:
+    """Whether ``ranks`` have the memory on such devices, or on this machine's; None where nobody
+    can say."""
     if config is None:
         return None
     from easyrl.config import ConfigError
@@ -218,7 +228,8 @@ def _fits(config: Config | None, ranks: int) -> bool | None:
     from easyrl.memory_plan.verdict import LEFT_FREE, device_bytes
 
     try:
-        if (available := device_bytes()) is None:
+        available = device_bytes() if device_gb is None else device_gb * 1e9
+        if available is None:
             return None
         plan = plan_memory(config, ranks * config.parallel.ranks_per_model)
     except (ConfigError, OSError):  # the model is not here

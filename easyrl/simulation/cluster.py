@@ -24,10 +24,11 @@ from easyrl.simulation.line_search import search_beside, stride_of
 from easyrl.simulation.pipeline import simulate
 from easyrl.simulation.roofline import ModelWork, Server, Trainer, rates_of
 from easyrl.simulation.setting import Lengths, Outcome, Setting
+from easyrl.simulation.split import LARGE, num_draws_of
 
 SERVER_DEVICES = (1, 2, 4, 8)
-NUM_DRAWS = 2
 CLOSE = 0.97  # bounds are by expected lengths, simulations by drawn ones
+CLOSE_OF_LARGE = 0.99  # ... of batches of more than ``LARGE`` prompts, whose mean is the expected
 MAX_PROMPT_TOKENS = 1024  # that memory is planned for
 # of a response with its prompt the paper's asynchronous run had 8,961, if 64 prompts had 16 each
 MEAN_TOKENS, MAX_TOKENS = 8_800.0, 15_360
@@ -153,8 +154,9 @@ class _Search:
 
     def run(self) -> list[Division]:
         found: list[Division] = []
+        close = CLOSE if self._workload.batch_size <= LARGE else CLOSE_OF_LARGE
         for candidate in sorted(self._candidates(), key=lambda each: each.bound_s):
-            if found and CLOSE * candidate.bound_s >= min(each.outcome.step_s for each in found):
+            if found and close * candidate.bound_s >= min(each.outcome.step_s for each in found):
                 break
             found += self._simulated(candidate)
         if not found:
@@ -167,7 +169,8 @@ class _Search:
         _, setting, split = candidate
         if self._memory.needed(split, setting.ranks) > self._device.memory * (1 - LEFT_FREE):
             return []
-        return [Division(setting, split, simulate(setting, num_draws=NUM_DRAWS))]
+        num_draws = num_draws_of(setting.batch_size)
+        return [Division(setting, split, simulate(setting, num_draws=num_draws))]
 
     def _beside(self, best: Division) -> list[Division]:
         """With the same servers and split, what lies between the numbers of endpoints on the grid

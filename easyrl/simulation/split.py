@@ -14,6 +14,11 @@ NUM_DRAWS = 2  # batches of each division ...
 LARGE = 1000  # prompts: ... of a batch with more one, whose lengths are as those of any other
 
 
+def num_draws_of(batch_size: int) -> int:
+    """Batches that are drawn of each division."""
+    return NUM_DRAWS if batch_size <= LARGE else 1
+
+
 class Split(NamedTuple):
     """A setting and what comes of it."""
 
@@ -42,7 +47,7 @@ def splits_of(
     if most < 1:
         least = setting.devices_per_endpoint + setting.devices_per_rank
         raise ValueError(f"--devices: {devices} are too few; an endpoint and a rank take {least}")
-    num_draws = NUM_DRAWS if setting.batch_size <= LARGE else 1
+    num_draws = num_draws_of(setting.batch_size)
     found: dict[int, Split] = {}
 
     def tried(endpoints: int) -> Split:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from benchmarks.parts.long_run import LongRun, write_long_run
@@ -13,6 +14,7 @@ from easyrl.__main__ import command_line
 from easyrl.timeline.folder import TimelineFolder
 from easyrl.timeline.spans import BatchSpans, Span
 from tests.easyrl.simulation.test_advice import made
+from tests.tiny_models import save_tiny_model
 
 OF_8B = ["--model", "8b", "--device", "h100", "--devices", "16", "--batch-size", "16"]
 
@@ -107,6 +109,18 @@ def test_devices_of_an_endpoint_are_those_of_the_configuration(run_dir: Path) ->
     assert (row["devices_per_endpoint"], row["devices_per_rank"]) == (2, 1)
 
 
+def test_memory_is_that_of_the_stated_devices(run_dir: Path, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model", "qwen2")
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config["model"]["path"] = str(tmp_path / "model")
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    for device_gb, fits in (("80", True), ("0.001", False)):
+        for more in ((), ("--devices", "4")):
+            told = run(str(run_dir), "--device-gb", device_gb, "--json", *more)
+            assert {row["fits"] for row in json.loads(told)["rows"]} == {fits}
+    assert "does not fit" in run(str(run_dir), "--device-gb", "0.001")
+
+
 def test_prompts_that_the_run_did_not_share_are_not_shared(run_dir: Path) -> None:
     add_config(run_dir, "trainer: {packing: none}\n")
     (row,) = json.loads(run(str(run_dir), "--json"))["rows"]
@@ -144,6 +158,7 @@ def test_rates_of_a_run_are_what_can_be_stated(run_dir: Path, tmp_path: Path) ->
         (("--model", "7b"), "'7b' is no folder, and none of 8b"),
         (("--model", "8b", "--device", "tpu"), "'tpu' is not known; one of 910b, h100"),
         (("--model", "8b", "--ranks", "4"), "leave out --endpoints"),
+        (("--model", "8b", "--device-gb", "80"), "--device-gb: is for a run"),
         (("--model", "8b", "--mean-tokens", "20000"), "below 15,360"),
         (("--model", "32b", "--devices", "4"), "has the memory to train this model"),
         (("--model", "8b", "--mode", "both"), "--mode: is 'both'; async or sync"),
