@@ -38,7 +38,7 @@ test-vllm: setup $(VLLM_SETUP)   ## the tests that start real vLLM servers
 
 # Needs chromium and chromium-driver, Debian packages; elsewhere it is skipped with the reason.
 test-browser: setup    ## easyrl report in a browser
-	$(BIN)/python -m pytest -m browser tests/easyrl/report
+	$(BIN)/python -m pytest -m browser tests/easyrl/report tests/end_to_end/test_report_of_a_run.py
 
 # Needs root, iproute2, openssh-server and pdsh; elsewhere it is skipped with the reason.
 test-hosts: setup      ## several nodes as in the documentation, hosts made of network namespaces

@@ -24,11 +24,10 @@ from easyrl.simulation.line_search import search_beside, stride_of
 from easyrl.simulation.pipeline import simulate
 from easyrl.simulation.roofline import ModelWork, Server, Trainer, rates_of
 from easyrl.simulation.setting import Lengths, Outcome, Setting
-from easyrl.simulation.split import LARGE, num_draws_of
+from easyrl.simulation.split import num_draws_of
 
 SERVER_DEVICES = (1, 2, 4, 8)
 CLOSE = 0.97  # bounds are by expected lengths, simulations by drawn ones
-CLOSE_OF_LARGE = 0.99  # ... of batches of more than ``LARGE`` prompts, whose mean is the expected
 MAX_PROMPT_TOKENS = 1024  # that memory is planned for
 # of a response with its prompt the paper's asynchronous run had 8,961, if 64 prompts had 16 each
 MEAN_TOKENS, MAX_TOKENS = 8_800.0, 15_360
@@ -154,9 +153,8 @@ class _Search:
 
     def run(self) -> list[Division]:
         found: list[Division] = []
-        close = CLOSE if self._workload.batch_size <= LARGE else CLOSE_OF_LARGE
         for candidate in sorted(self._candidates(), key=lambda each: each.bound_s):
-            if found and close * candidate.bound_s >= min(each.outcome.step_s for each in found):
+            if found and CLOSE * candidate.bound_s >= min(each.outcome.step_s for each in found):
                 break
             found += self._simulated(candidate)
         if not found:

@@ -187,13 +187,16 @@ def _plant_pause(seconds: float) -> None:
 
 
 def slow_training(seconds: float, seconds_per_token: float) -> None:
-    """Each call for micro-batches takes so much longer, by their tokens."""
+    """Each call for micro-batches takes so long, by their tokens, unless its own work does."""
     original = DeepSpeedEngine.forward_backward
 
     def forward_backward(self: DeepSpeedEngine, micro_batches: Any) -> Any:
+        began_s = time.monotonic()
+        found = original(self, micro_batches)
         num_tokens = sum(each.num_tokens for each in micro_batches)
-        time.sleep(seconds + num_tokens * seconds_per_token)
-        return original(self, micro_batches)
+        took_s = time.monotonic() - began_s
+        time.sleep(max(0.0, seconds + num_tokens * seconds_per_token - took_s))
+        return found
 
     DeepSpeedEngine.forward_backward = forward_backward  # type: ignore[method-assign]
 

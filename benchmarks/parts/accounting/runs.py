@@ -39,7 +39,7 @@ class SleepingRun:
     urls: Sequence[str]
     num_batches: int
     places: int  # requests in flight at an endpoint
-    train_s: float  # that each micro-batch takes beside its own work
+    train_s: float  # that each micro-batch takes
     train_token_s: float = 0.0  # ... and each of its tokens
     num_ranks: int = 1  # data-parallel, which share the places
 
