@@ -78,7 +78,12 @@ PARTS = {
         reorders=True,
     ),
     "look-ahead": Part(
-        LookAhead, "work", ("look_ahead",), in_sync=False, settings=("recipe.kl_coef=0.001",)
+        LookAhead,
+        "work",
+        ("look_ahead",),
+        while_training_waits=True,  # so that it looks ahead to the end
+        in_sync=False,
+        settings=("recipe.kl_coef=0.001",),
     ),
     "tail": Part(
         EndpointPool,

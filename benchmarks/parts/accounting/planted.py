@@ -21,6 +21,9 @@ from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.rewards.scorer import Scorer
 from easyrl.train import main
+from easyrl.trainer.look_ahead import LookAhead
+
+FEW = 4  # requests
 
 
 class OncePerBatch:
@@ -59,6 +62,9 @@ def plant(part: Part, seconds: float) -> None:
     if part.owner is EndpointPool:
         once.install()
         _plant_requests(seconds, once, last=part.of_last_group)
+        return
+    if part.owner is LookAhead:
+        _plant_look_ahead(original, seconds)
         return
     if part.method != "begin":
         once.install()
@@ -149,6 +155,25 @@ def _plant_one_request(seconds: float, once: OncePerBatch) -> None:
         return answer
 
     EndpointPool.ask = ask  # type: ignore[method-assign]
+
+
+def _plant_look_ahead(original: Callable[..., Any], seconds: float) -> None:
+    """Once a batch, when few requests are left: of a group that completes meanwhile no more is run
+    ahead, which would shorten what is held up."""
+    asked = Asked()
+    asked.install()
+    is_due = False
+
+    def work(ahead: LookAhead) -> bool:
+        nonlocal is_due
+        if asked.num_open > FEW:
+            is_due = True
+        elif is_due:
+            is_due = False
+            time.sleep(seconds)
+        return bool(original(ahead))
+
+    LookAhead.work = work  # type: ignore[method-assign]
 
 
 def _plant_rewards(original: Callable[..., Any], seconds: float) -> None:
