@@ -113,22 +113,26 @@ def tell_tool_parser(config: Config, chosen: str | None) -> None:
             log.warning("environments: tool calls are read as %s (data.tool_parser: auto)", chosen)
         return
     problem = f"data.tool_parser: {unread_calls()}"
-    for number, environment in enumerate(config.environments):
-        if environment.kind == "tools":
-            raise ConfigError(f"{problem} (for environments[{number}].tools)")
+    if (with_tools := _first_with_tools(config)) is not None:
+        raise ConfigError(f"{problem} (for {with_tools})")
     log.warning("%s; until then requests with tools are refused", problem)
+
+
+def _first_with_tools(config: Config) -> str | None:
+    """The key of the first environment's tools; None: no environment has any."""
+    kinds = [environment.kind for environment in config.environments]
+    return f"environments[{kinds.index('tools')}].tools" if "tools" in kinds else None
 
 
 def _warn_of_template(config: Config, problem: str) -> None:
     """What comes of a template that renders an answered turn otherwise than it was sampled, or of
     none. Raises ``ConfigError`` where there is none and an environment has tools."""
     if problem == NO_TEMPLATE:
-        for number, environment in enumerate(config.environments):
-            if environment.kind == "tools":
-                raise ConfigError(
-                    f"environments[{number}].tools: {config.model.tokenizer_path} has no chat "
-                    "template to show them with; give one as data.chat_template"
-                )
+        if (with_tools := _first_with_tools(config)) is not None:
+            raise ConfigError(
+                f"{with_tools}: {config.model.tokenizer_path} has no chat template to show them "
+                "with; give one as data.chat_template"
+            )
         log.warning(
             "environments: %s has no chat template, so that chat requests are refused and token "
             "ids alone are taken; give one as data.chat_template",
