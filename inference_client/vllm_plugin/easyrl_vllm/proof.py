@@ -257,7 +257,7 @@ def stand_ins(model: nn.Module) -> Iterator[list[ServedWeight]]:
                 # tied layers share one stand-in, as they share one parameter
                 layer._parameters[name] = weight.stand_in  # type: ignore[assignment]
                 weight.optional |= is_deferred_attention_layer(layer) or name in SKIP_LOAD_TENSORS
-                if name == "weight" and is_packed(layer):
+                if name == "weight" and is_packed(layer, weight.stand_in):
                     weight.packed_in.append(layer)
         yield list(weights.values())
     finally:
@@ -283,18 +283,28 @@ def stand_ins_of(layer: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, stand_in
 
 
-def is_packed(layer: Any) -> bool:
-    """Whether ``layer`` multiplies with a copy of its weight that no tensor shows."""
-    return hasattr(layer, "cpu_linear")
+def is_packed(layer: Any, like: Tensor) -> bool:
+    """Whether ``layer`` multiplies with a copy of its weight ``like [out, in]`` of its own.
+
+    vLLM's CPU build packs weights where its kernels know the dtype on the processor at hand;
+    elsewhere (bf16 without AVX-512) it multiplies with the parameter that it is given.
+    """
+    if not hasattr(layer, "cpu_linear"):
+        return False
+    try:
+        layer.cpu_linear(torch.zeros(1, like.shape[1], dtype=like.dtype), None, None)
+    except TypeError:  # there is no product with None
+        return False
+    return True
 
 
 def read_packed(layer: Any, like: Tensor) -> Tensor:
     """Weight ``[out, in]`` that ``layer`` multiplies with, in the dtype and layout of ``like``.
 
-    vLLM's CPU build packs the weight of a linear layer for its kernels and keeps no other copy. A
-    product with the identity gives it back exactly: each output is one product and zeros. What it
-    cannot show is the sign of a zero and numbers below the smallest normal one, which the kernel
-    may flush to zero: there, the layer computes with what is read back as zero.
+    A product with the identity gives a packed weight (``is_packed``) back exactly: each output is
+    one product and zeros. What it cannot show is the sign of a zero and numbers below the smallest
+    normal one, which the kernel may flush to zero: there, the layer computes with what is read
+    back as zero.
     """
     num_rows, num_columns = like.shape
     weight = torch.empty(num_rows, num_columns, dtype=like.dtype)

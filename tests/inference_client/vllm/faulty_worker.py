@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import torch
 from easyrl_vllm import WeightProof
-from easyrl_vllm.proof import read_packed
+from easyrl_vllm.proof import is_packed, read_packed
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 
 class FaultyWorker(WeightProof):
     """``/collective_rpc`` methods that tests call; arguments are text, as vLLM passes them."""
 
-    def fault_keep_head(self) -> None:
-        """Remembers the packed weight of the output projection."""
-        self._kept_head = self._layer("lm_head").cpu_linear
+    def fault_keep_head(self) -> bool:
+        """Remembers what the output projection multiplies with; says whether that is packed."""
+        head = self._layer("lm_head")
+        self._kept_head = head.cpu_linear, head.weight.detach().clone()
+        return is_packed(head, head.weight)
 
     def fault_stale_head(self) -> None:
         """Puts the remembered one back, as vLLM's own reload leaves it with tied embeddings."""
-        self._layer("lm_head").cpu_linear = self._kept_head
+        head = self._layer("lm_head")
+        head.cpu_linear, weight = self._kept_head
+        if not is_packed(head, weight):
+            head.weight.data.copy_(weight)
 
     def fault_change(self, layer: str, delta: str) -> None:
         """Adds ``delta`` to one number of the layer's weight, as it is served."""
