@@ -4,12 +4,12 @@
 
 A run against an endpoint that sleeps instead of computing, whose micro-batches sleep too, by their
 tokens, so that times are known; sync and async. First as it is: what stays unexplained, of ranks
-and endpoints. Then with a delay of 0.5 s in one part of each batch after another, in both modes
-where both have it. It has to show in that part's cause, within 10 %; no other cause of the lane may
-grow by more than 10 % of it; and the batch has to take that much longer, less what was waited for
-meanwhile. Differences are of the same batches of two runs, their median. Last the advice is taken:
-twice the places at the endpoint, and training that takes half the time, as twice the devices would;
-predicted and measured gain stand side by side.
+and endpoints. Then runs in which every second batch has a delay of 0.5 s in one part after another,
+in both modes where both have it. It has to show in that part's cause, within 10 %; no other cause
+of the lane may grow by more than 10 % of it; and the batch has to take that much longer, less what
+was waited for meanwhile. Each is compared with the batch before it, whose responses are as long;
+medians. Last the advice is taken: twice the places at the endpoint, and training that takes half
+the time, as twice the devices would; predicted and measured gain stand side by side.
 The first batch of a run is not counted. The last line is one JSON object; exit status 1 if more
 than 2 % is unexplained, a delay is missed, or a gain is off by more than 5 points.
 """
@@ -26,10 +26,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.parts.accounting.delays import write_records
 from benchmarks.parts.accounting.growth import growth
 from benchmarks.parts.accounting.parts import PARTS
 from benchmarks.parts.accounting.runs import (
-    NO_PART,
     SECONDS_PER_TOKEN,
     TRAIN_TOKEN_S,
     WORK,
@@ -52,7 +52,8 @@ def main() -> int:
     result: dict[str, Any] = {"unexplained": {}, "planted": [], "advice": []}
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="easyrl-accounts-")))
-        WORK.write(folder, arguments.batches + 2)
+        _, prompts = WORK.write(folder, 2 * arguments.batches + 2)
+        write_records(prompts, folder / "episodes.jsonl", WORK.batch_size, PLANTED_S)
         tokenizer = build_tokenizer()
         urls = []
         for _ in range(max(part.num_endpoints for part in PARTS.values())):
@@ -76,22 +77,8 @@ def main() -> int:
             )
             told = f"{mode}: unexplained {result['unexplained'][mode]:.2%} of a lane at most"
             print(told, flush=True)
-        before: dict[tuple[Any, ...], list[list[BatchSpans]]] = {
-            (mode, False, (), 1, NO_PART): batches for mode, batches in plain.items()
-        }
         for mode, name in _of_modes(arguments.modes, arguments.only):
-            part = PARTS[name]
-            of_part = replace(
-                runs,
-                urls=urls[: part.num_endpoints],
-                train_token_s=0.0 if part.while_training_waits else TRAIN_TOKEN_S,
-            )
-            order = name if part.reorders else NO_PART
-            waits, settings = part.while_training_waits, part.settings
-            key = (mode, waits, settings, part.num_endpoints, order)
-            if key not in before:
-                before[key] = of_part.batches(mode, part=order, settings=settings)
-            result["planted"].append(_planted(name, mode, of_part, before[key]))
+            result["planted"].append(_planted(name, mode, runs, urls))
         if _is_chosen("advice", arguments.only) and "async" in plain:
             for change in (MORE_TRAINING, MORE_INFERENCE):
                 result["advice"].append(_taken(change, runs, plain["async"]))
@@ -117,11 +104,17 @@ def _is_chosen(name: str, only: str) -> bool:
 
 
 def _planted(
-    name: str, mode: Mode, runs: SleepingRun, plain: Sequence[Sequence[BatchSpans]]
+    name: str, mode: Mode, plain: SleepingRun, urls: Sequence[str]
 ) -> dict[str, str | float | bool]:
     part = PARTS[name]
-    held_up = runs.batches(mode, part=name, planted_s=PLANTED_S, settings=part.settings)
-    found = growth(part.lane, part.causes, plain, held_up)
+    runs = replace(
+        plain,
+        urls=urls[: part.num_endpoints],
+        num_batches=2 * plain.num_batches,
+        train_token_s=0.0 if part.while_training_waits else plain.train_token_s,
+    )
+    batches = runs.batches(mode, part=name, planted_s=PLANTED_S, settings=part.settings)
+    found = growth(part.lane, part.causes, batches)
     other, other_s = found.most_other
     wrong = {
         "missed": abs(found.own_s - PLANTED_S),
@@ -174,7 +167,7 @@ def _taken(
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--batches", type=int, default=6, help="that are held up, of each run")
     parser.add_argument("--mode", choices=["sync", "async"], help="one of them; default: both")
     told = "parts whose name contains one of these, separated by commas; advice: none"
     parser.add_argument("--only", default="", help=told)

@@ -1,11 +1,12 @@
-"""By how much the causes of a lane grew between two runs of the same batches."""
+"""By how much the causes of a lane grow in those batches of a run that are held up."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from benchmarks.parts.accounting.delays import is_held_up
 from easyrl.timeline.accounting import (
     FIRST_GROUP,
     IDLE,
@@ -41,32 +42,26 @@ class Growth(NamedTuple):
         return self.wall_s - max(planted_s - hidden_s, 0.0)
 
 
-def growth(
-    kind: str,
-    causes: Sequence[str],
-    before: Sequence[Sequence[BatchSpans]],
-    after: Sequence[Sequence[BatchSpans]],
-) -> Growth:
-    """Of the lane of ``kind`` ("rank", "endpoint") whose ``causes`` grew most."""
-    old, new = _by_lane(kind, before), _by_lane(kind, after)
-    found = [_of_lane(causes, old[lane], new[lane]) for lane in sorted(old.keys() & new.keys())]
-    return max(found, key=lambda each: each.own_s)
+def growth(kind: str, causes: Sequence[str], batches: Sequence[Sequence[BatchSpans]]) -> Growth:
+    """Of the lane of ``kind`` ("rank", "endpoint") whose ``causes`` grow most.
 
-
-def _by_lane(kind: str, batches: Sequence[Sequence[BatchSpans]]) -> dict[str, list[LaneAccount]]:
-    lanes: dict[str, list[LaneAccount]] = {}
+    ``batches`` follow each other; each that ``is_held_up`` is compared with the one before it.
+    """
+    lanes: dict[str, dict[int, LaneAccount]] = {}
     for of_ranks in batches:
         for each in account(of_ranks):
             if each.lane.startswith(f"{kind} "):
-                lanes.setdefault(each.lane, []).append(each)
-    return lanes
+                lanes.setdefault(each.lane, {})[each.batch] = each
+    found = [_of_lane(causes, lanes[lane]) for lane in sorted(lanes)]
+    return max(found, key=lambda each: each.own_s)
 
 
-def _of_lane(
-    causes: Sequence[str], before: Sequence[LaneAccount], after: Sequence[LaneAccount]
-) -> Growth:
-    same = {each.batch: each for each in before}
-    pairs = [(same[each.batch], each) for each in after if each.batch in same]
+def _of_lane(causes: Sequence[str], accounts: Mapping[int, LaneAccount]) -> Growth:
+    pairs = [
+        (accounts[number - 1], accounts[number])
+        for number in accounts
+        if is_held_up(number) and number - 1 in accounts
+    ]
 
     def grown(*names: str) -> float:
         return statistics.median(
