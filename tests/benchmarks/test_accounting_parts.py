@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.accounting import _of_modes
-from benchmarks.parts.accounting import held_requests, held_work
 from benchmarks.parts.accounting.delays import Delay, hold_up_calls, write_records
 from benchmarks.parts.accounting.growth import growth
 from benchmarks.parts.accounting.parts import PARTS
+from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.metrics.step_progress import DOES
+from easyrl.rewards.scorer import Scorer
 from easyrl.timeline.accounting import (
     FAILING,
     FIRST_GROUP,
@@ -28,6 +30,7 @@ from easyrl.timeline.accounting import (
     UNEXPLAINED,
 )
 from easyrl.timeline.spans import BatchSpans, Span
+from easyrl.trainer.look_ahead import LookAhead
 from easyrl.weight_sync.proof import Probe, Prover
 from easyrl.weight_sync.push import WeightPusher
 from tests.easyrl.timeline.made_spans import TRAINER, A, B, batch, phases, requests
@@ -36,14 +39,33 @@ OF_ENDPOINTS = {GENERATING, TAIL, FAILING, UNEXPLAINED} | IDLE
 OF_ENDPOINTS |= {"push", "proof", "canary", "probe", "evaluation"}
 
 
+REPLACED = (
+    (RolloutGenerator, "_group"),
+    (RolloutGenerator, "produce_batch"),
+    (EndpointPool, "ask"),
+    (Scorer, "score_group"),
+    (LookAhead, "work"),
+    (Prover, "sample"),
+    (WeightPusher, "has_restarted"),
+    (Probe, "check"),
+    (Probe, "visible"),
+)
+
+
 @pytest.mark.parametrize("name", PARTS)
-def test_what_is_held_up_is_there(name: str) -> None:
+def test_a_part_that_is_held_up_is_another_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant = PARTS[name].plant
-    if isinstance(plant, partial):
-        owner, method = plant.args
-        assert callable(getattr(owner, method))
-    else:
-        assert plant.__module__ in (held_requests.__name__, held_work.__name__)
+    replaced = [plant.args] if isinstance(plant, partial) else REPLACED
+    before = [inspect.getattr_static(owner, method) for owner, method in replaced]
+    for (owner, method), original in zip(replaced, before, strict=True):
+        monkeypatch.setattr(owner, method, original)  # put back in the end
+    plant(Delay(0.5))
+    after = [inspect.getattr_static(owner, method) for owner, method in replaced]
+    pairs = [(old, new) for old, new in zip(before, after, strict=True) if new is not old]
+    # an environment is held up by its records
+    assert bool(pairs) == (name != "environment")
+    for old, new in pairs:
+        assert inspect.iscoroutinefunction(old) == inspect.iscoroutinefunction(new)
 
 
 def test_what_a_restarted_endpoint_is_made_of_is_there() -> None:
@@ -126,6 +148,16 @@ def test_every_second_batch_is_held_up_once(begin: None) -> None:
     assert found == [(n, *(late if n in (2, 4) else not_late)) for n in range(6)]
 
 
+def test_what_is_asked_for_first_is_so_in_each_batch(begin: None) -> None:
+    delay = Delay(0.5)
+    delay.install()
+    found = []
+    for _ in range(3):
+        JournalledRollouts.begin()  # type: ignore[call-arg]
+        found += [delay.begins(), delay.begins()]
+    assert found == [True, False] * 3
+
+
 def test_what_comes_before_a_batch_is_of_that_batch(begin: None) -> None:
     delay = Delay(0.5, before_begin=True)
     delay.install()
@@ -151,9 +183,7 @@ class Worker:
 
 
 @pytest.mark.parametrize("method", ["work", "work_later"])
-def test_the_first_call_of_a_late_batch_waits(
-    method: str, begin: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_call_of_a_late_batch_waits(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, method, getattr(Worker, method))  # put back in the end
     delay = Delay(0.2)
     hold_up_calls(Worker, method, delay)

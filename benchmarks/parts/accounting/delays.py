@@ -35,8 +35,9 @@ class Delay:
     def __init__(self, seconds: float, *, before_begin: bool = False) -> None:
         self.of_batch_s = 0.0
         self.due_s = 0.0  # ... until it was taken
-        self.number = -1 if not before_begin else 0  # of the batch
+        self.number = 0 if before_begin else -1  # of the batch
         self._seconds = seconds
+        self._has_begun = False
 
     def install(self) -> None:
         """Counts the batches of this process from now on."""
@@ -44,10 +45,16 @@ class Delay:
 
         def counted(*arguments: Any, **named: Any) -> Any:
             self.number += 1
+            self._has_begun = False
             self.of_batch_s = self.due_s = self._seconds if is_held_up(self.number) else 0.0
             return begin(*arguments, **named)
 
         JournalledRollouts.begin = counted  # type: ignore[method-assign]
+
+    def begins(self) -> bool:
+        """Whether it is asked for the first time in this batch, held up or not."""
+        begins, self._has_begun = not self._has_begun, True
+        return begins
 
     def take(self) -> float:
         """What is due, once in a batch."""

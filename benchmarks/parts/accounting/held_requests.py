@@ -16,6 +16,7 @@ from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 
 Plant = Callable[[Delay], None]
 EVALUATED_TOKENS = 8  # at most, of a response of an evaluation; training's have more
+UNTIL_SENT_S = 0.1  # after which a batch's first requests are under way
 
 
 class Asked:
@@ -78,33 +79,49 @@ def first_requests(delay: Delay) -> None:
 def last_group(delay: Delay) -> None:
     """Those of the last group are answered behind all others, so that nothing else covers them."""
     asked = watched()
-    counted = EndpointPool.ask
-
-    async def ask(pool: Any, endpoint: Any, prompt_token_ids: Any, *more: Any, **named: Any) -> Any:
-        answer = await counted(pool, endpoint, prompt_token_ids, *more, **named)
-        if asked.is_last(prompt_token_ids):
-            await asked.all_answered()
-            await asyncio.sleep(delay.of_batch_s)
-        return answer
-
-    EndpointPool.ask = ask  # type: ignore[method-assign]
+    _answered_last(asked, delay, lambda endpoint, ids, sampling: asked.is_last(ids))
 
 
 def one_of_an_endpoint(delay: Delay) -> None:
     """One of the first of an endpoint is answered behind all others, also other endpoints'."""
-    asked = watched()
-    counted = EndpointPool.ask
     urls: set[str] = set()
-    begun_by: Any = None  # the last batch in which one was
 
-    async def ask(pool: Any, endpoint: Any, *more: Any, **named: Any) -> Any:
-        nonlocal begun_by
+    def is_chosen(endpoint: Any, ids: Any, sampling: Any) -> bool:
         urls.add(endpoint.url)
-        is_chosen = endpoint.url == min(urls) and begun_by != delay.number
-        if is_chosen:
-            begun_by = delay.number
-        answer = await counted(pool, endpoint, *more, **named)
-        if is_chosen:
+        return endpoint.url == min(urls) and delay.begins()
+
+    _answered_last(watched(), delay, is_chosen)
+
+
+def evaluations(delay: Delay) -> None:
+    """An evaluation's are answered when training's are."""
+    _answered_last(
+        watched(),
+        delay,
+        lambda endpoint, ids, sampling: sampling.max_tokens == EVALUATED_TOKENS,
+        after_s=UNTIL_SENT_S,
+    )
+
+
+def _answered_last(
+    asked: Asked,
+    delay: Delay,
+    is_chosen: Callable[[Any, Any, Any], bool],  # endpoint, prompt's token ids, sampling
+    after_s: float = 0.0,
+) -> None:
+    """Chosen requests are answered behind all others, and ``delay`` later.
+
+    ``after_s``: what passes before the others are looked for.
+    """
+    counted = EndpointPool.ask
+
+    async def ask(
+        pool: Any, endpoint: Any, ids: Any, sampling: Any, *more: Any, **named: Any
+    ) -> Any:
+        is_late = is_chosen(endpoint, ids, sampling)
+        answer = await counted(pool, endpoint, ids, sampling, *more, **named)
+        if is_late:
+            await asyncio.sleep(after_s)
             await asked.all_answered()
             await asyncio.sleep(delay.of_batch_s)
         return answer
@@ -116,13 +133,10 @@ def failing_request(delay: Delay) -> None:
     """One of the last group fails when all others are answered, and is asked again."""
     asked = watched()
     counted = EndpointPool.ask
-    failed_in = -1  # the last batch in which one has
 
     async def ask(pool: Any, endpoint: Any, prompt_token_ids: Any, *more: Any, **named: Any) -> Any:
-        nonlocal failed_in
-        if asked.is_last(prompt_token_ids) and failed_in != delay.number:
-            failed_in = delay.number
-            await asyncio.sleep(0.1)  # until the others are sent
+        if asked.is_last(prompt_token_ids) and delay.begins():
+            await asyncio.sleep(UNTIL_SENT_S)
             await asked.all_answered()
             await asyncio.sleep(delay.of_batch_s)
             raise EndpointUnavailable(endpoint.url, "planted")
@@ -145,21 +159,3 @@ def rejected_last_group(delay: Delay) -> None:
         return produce(generator, draws, prompt_at, version, **(more | {"accept": accept}))
 
     RolloutGenerator.produce_batch = produce_batch  # type: ignore[method-assign]
-
-
-def evaluations(delay: Delay) -> None:
-    """An evaluation's responses come when training's have."""
-    asked = watched()
-    counted = EndpointPool.ask
-
-    async def ask(
-        pool: Any, endpoint: Any, ids: Any, sampling: Any, *more: Any, **named: Any
-    ) -> Any:
-        answer = await counted(pool, endpoint, ids, sampling, *more, **named)
-        if sampling.max_tokens == EVALUATED_TOKENS:
-            await asyncio.sleep(0.1)  # until training's are sent
-            await asked.all_answered()
-            await asyncio.sleep(delay.of_batch_s)
-        return answer
-
-    EndpointPool.ask = ask  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from benchmarks.parts.accounting import held_requests, held_work
 from benchmarks.parts.accounting.delays import hold_up_calls
 from benchmarks.parts.accounting.held_requests import EVALUATED_TOKENS, Plant
+from benchmarks.parts.accounting.runs import WORK
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.ledger.ledger import Ledger
@@ -34,7 +35,7 @@ EPISODES = (
     f"environments=[{{{{name: slow, file: {SLOW_ENVIRONMENT}}}}}]",
     "rewards=[]",
     "data.files=[{folder}/episodes.jsonl]",
-    "inference.max_inflight=48",  # all at once
+    f"inference.max_inflight={WORK.batch_size * WORK.num_generations}",  # all at once
     "rollout.min_tokens=60",
     "rollout.max_tokens=60",
 )
