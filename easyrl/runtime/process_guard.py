@@ -141,12 +141,16 @@ def main(parent: int) -> None:
     """What the helper process runs: reads sessions and marks, ends them when ``parent`` is gone."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it to all below the parent
     received = b""
-    # Both, since a process that the parent forked may hold its end of the pipe open.
-    while os.getppid() == parent:
-        if select.select([0], [], [], POLL_INTERVAL_S)[0]:
+    while True:
+        # Both, since a process that the parent forked may hold its end of the pipe open. What the
+        # parent has told is read also where it was gone before this process was ready.
+        is_gone = os.getppid() != parent
+        if select.select([0], [], [], 0 if is_gone else POLL_INTERVAL_S)[0]:
             if not (data := os.read(0, 4096)):
                 break
             received += data
+        elif is_gone:
+            break
     for watched in received.decode().split():
         if watched.isdecimal():
             kill_session(int(watched))

@@ -1,12 +1,15 @@
-"""Processes that have inherited a mark are found, whatever they are just doing."""
+"""Processes are found and ended, whatever they and their guard are just doing."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 
 import psutil
 
+from easyrl.runtime import process_guard
 from easyrl.runtime.process_guard import kill_marked, marked_processes
 
 MARK = "EASYRL_CHILD_of_this_test"
@@ -32,3 +35,18 @@ def test_one_that_is_being_executed_is_found(monkeypatch):
         kill_marked(MARK)
         assert child.wait(5) != 0
     assert marked_processes(MARK) == []
+
+
+def test_what_a_parent_has_told_that_was_gone_too_early_is_ended():
+    """Killed before its helper was ready; what it forked holds its end of the pipe open."""
+    told, tells = os.pipe()
+    helper = [sys.executable, "-I", process_guard.__file__, "0"]  # the parent is none of ours
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as child:
+        try:
+            os.write(tells, f"{child.pid}\n".encode())
+            assert subprocess.run(helper, stdin=told, timeout=20).returncode == 0
+            assert child.wait(5) == -signal.SIGKILL
+        finally:
+            child.kill()
+            os.close(told)
+            os.close(tells)
