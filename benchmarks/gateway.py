@@ -6,13 +6,14 @@
 200 tokens out, from a scripted server that answers after 1 s ± 50 %, as the request's seed says.
 Every other session is a chat, the others send token ids. The client is an environment in its host
 process; it asks the gateway, as in a run (gateway, the producer's thread with sessions, records and
-the journal of turns, fetcher), or, with the same code, the server itself. Meanwhile the main thread
-of the producer's process runs micro-batches of a random Qwen3, on a core of its own; all else
-shares the other one. Windows of both kinds take turns. A turn's time is what its client waits, less
-the server's own delay; ``added_ms`` are differences of percentiles, gateway less direct, of the
-route where they are larger. ``turns_per_cpu_s`` is of the three that stand between,
-``trainer_slowdown`` of a micro-batch, the median of the blocks' ratios. The last line printed is
-one JSON object; the exit status is 0 if it is as expected.
+the journal of turns, fetcher), or, with the same code, the server itself, or a proxy that passes
+bytes on and does nothing else: what any HTTP process in between costs on this machine. Meanwhile
+the main thread of the producer's process runs micro-batches of a random Qwen3, on a core of its
+own; all else shares the other one. Windows of the three kinds take turns. A turn's time is what its
+client waits, less the server's own delay; ``added_ms`` are differences of percentiles, gateway less
+direct, of the route where they are larger; ``proxy_ms`` the same of the proxy. ``turns_per_cpu_s``
+is of the three that stand between, ``trainer_slowdown`` of a micro-batch, the median of the blocks'
+ratios. The last line printed is one JSON object; the exit status is 0 if it is as expected.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 import transformers
 
-from benchmarks.parts.gateway.sessions import ROUTES
+from benchmarks.parts.gateway.sessions import ROUTES, Way
 from benchmarks.parts.gateway.windows import BLOCK, Window, measure
 from benchmarks.parts.scratch import scratch
 from easyrl.runtime.machine import allow_open_files
@@ -62,42 +63,30 @@ def _line(window: Window) -> str:
     )
     spent = ", ".join(f"{role} {1e3 * s / turns:.2f}" for role, s in window.cpu_s.items())
     return (
-        f"{'direct' if window.direct else 'gateway':<7} {turns} turns; added, ms "
+        f"{window.way:<7} {turns} turns; added, ms "
         f"p50 / p99: {added}; micro-batch {1e3 * window.step_s:.1f} ms; CPU ms per turn: {spent}"
     )
 
 
 def _result(windows: Sequence[Window]) -> tuple[dict[str, float], bool]:
-    sides = {direct: [w for w in windows if w.direct is direct] for direct in (True, False)}
-    added_ms: dict[int, float] = {}
-    for percentile in MOST_ADDED_MS:
-        by_route = []
-        for route in ROUTES:
-            direct_ms, gateway_ms = (
-                1e3
-                * np.percentile(np.concatenate([w.turns.added_s[route] for w in side]), percentile)
-                for side in (sides[True], sides[False])
-            )
-            print(
-                f"{route}, p{percentile}: {direct_ms:.2f} ms direct, {gateway_ms:.2f} ms through "
-                f"the gateway, {gateway_ms - direct_ms:.2f} more"
-            )
-            by_route.append(float(gateway_ms - direct_ms))
-        added_ms[percentile] = max(by_route)
+    added_ms = {p: _added_ms(windows, "gateway", p) for p in MOST_ADDED_MS}
     ratios = []
     for start in range(0, len(windows), len(BLOCK)):
         block = windows[start : start + len(BLOCK)]
         gateway_s, direct_s = (
-            sum(w.step_s for w in block if w.direct is direct) for direct in (False, True)
+            sum(w.step_s for w in block if w.way == way) for way in ("gateway", "direct")
         )
         ratios.append(gateway_s / direct_s)
-    turns = sum(w.turns.number for w in sides[False])
+    through = [w for w in windows if w.way == "gateway"]
+    turns = sum(w.turns.number for w in through)
     slowdown = statistics.median(ratios) - 1
     line = {
-        "turns_per_cpu_s": round(turns / sum(w.gateway_cpu_s for w in sides[False]), 1),
+        "turns_per_cpu_s": round(turns / sum(w.gateway_cpu_s for w in through), 1),
         "added_ms_p50": round(added_ms[50], 2),
         "added_ms_p99": round(added_ms[99], 2),
         "trainer_slowdown": round(slowdown, 4),
+        "proxy_ms_p50": round(_added_ms(windows, "proxy", 50), 2),
+        "proxy_ms_p99": round(_added_ms(windows, "proxy", 99), 2),
     }
     is_good = slowdown <= MOST_SLOWDOWN and all(
         added_ms[percentile] <= most for percentile, most in MOST_ADDED_MS.items()
@@ -105,12 +94,30 @@ def _result(windows: Sequence[Window]) -> tuple[dict[str, float], bool]:
     return line, is_good
 
 
+def _added_ms(windows: Sequence[Window], way: Way, percentile: int) -> float:
+    """More than of the server asked directly, of the route where it is more."""
+    by_route = []
+    for route in ROUTES:
+        direct_ms, way_ms = (
+            1e3
+            * np.percentile(
+                np.concatenate([w.turns.added_s[route] for w in windows if w.way == side]),
+                percentile,
+            )
+            for side in ("direct", way)
+        )
+        print(
+            f"{route}, p{percentile}: {direct_ms:.2f} ms direct, {way_ms:.2f} ms through the "
+            f"{way}, {way_ms - direct_ms:.2f} more"
+        )
+        by_route.append(float(way_ms - direct_ms))
+    return max(by_route)
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=64, help="at a time")
-    parser.add_argument(
-        "--blocks", type=int, default=3, help="of windows direct, 2 gateway, direct"
-    )
+    parser.add_argument("--blocks", type=int, default=3, help="of six windows, two of each kind")
     parser.add_argument("--window-s", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

@@ -156,12 +156,7 @@ def _logprobs(turn: ChatTurn, request: ChatRequest, renderer: Renderer) -> dict[
     if not request.logprobs:
         return None
     sampled = turn.sampled
-    token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
-    told = map("token_id:{}".format if request.tokens_as_ids else renderer.token_text, token_ids)
-    content = [
-        {"token": token, "logprob": logprob, "bytes": spelt, "top_logprobs": []}
-        for token, logprob, spelt in zip(
-            told, logprobs, map(renderer.token_bytes, token_ids), strict=True
-        )
-    ]
+    content = renderer.logprobs.of(
+        sampled.token_ids, sampled.logprobs, tokens_as_ids=request.tokens_as_ids
+    )
     return {"content": content, "refusal": None}

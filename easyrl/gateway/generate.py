@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from easyrl.gateway.chat import usage
+from easyrl.gateway.logprobs import generate_logprobs
 from easyrl.gateway.questions import SampledTurn
 from easyrl.gateway.requests import GenerateRequest
 
@@ -13,14 +14,16 @@ def generate_response(
     sampled: SampledTurn, request: GenerateRequest, model: str, text: str | None
 ) -> dict[str, Any]:
     """vLLM's ``GenerateTokensResponse``, stamps included. ``text``: where it is asked for."""
-    token_ids = sampled.token_ids.tolist()
+    logprobs = None
+    if request.logprobs:
+        logprobs = generate_logprobs(sampled.token_ids, sampled.logprobs)
     choice: dict[str, Any] = {} if text is None else {"text": text}
     choice |= {
         "index": 0,
         "finish_reason": sampled.finish_reason,
         "stop_reason": None,
-        "token_ids": token_ids,
-        "logprobs": _logprobs(token_ids, sampled) if request.logprobs else None,
+        "token_ids": sampled.token_ids.tolist(),
+        "logprobs": {"content": logprobs} if request.logprobs else None,
         "weight_versions": [span._asdict() for span in sampled.version_spans],
     }
     return {
@@ -32,11 +35,3 @@ def generate_response(
         "output_mode": "tokens" if text is None else "text",
         "choices": [choice],
     }
-
-
-def _logprobs(token_ids: list[int], sampled: SampledTurn) -> dict[str, Any]:
-    content = []
-    for token_id, logprob in zip(token_ids, sampled.logprobs.tolist(), strict=True):
-        said = {"token_id": token_id, "logprob": logprob, "rank": None}
-        content.append({**said, "top_logprobs": [said]})
-    return {"content": content}

@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 
 from easyrl.gateway.errors import BadRequest
+from easyrl.gateway.logprobs import ChatLogprobs
+from easyrl.gateway.text_codec import TextCodec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,11 +44,12 @@ class Renderer:
                 "token route alone"
             )
         self.tokenizer = tokenizer
+        self._codec = TextCodec(tokenizer)
         self._template, self._kwargs = chat_template, dict(kwargs or {})
         self.end_ids = None if end_ids is None else frozenset(end_ids)
         self._special_ids = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
         self.token_text = cache(self._token_text)
-        self.token_bytes = cache(self._token_bytes)
+        self.logprobs = ChatLogprobs(self.token_text)
         self.max_context = max_context
         # in bytes, or more: byte-level vocabularies have a letter for each byte
         self._longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
@@ -88,7 +91,7 @@ class Renderer:
         tokenised too, which takes 200 bytes of memory for each of its bytes."""
         self._check_length(text)
         try:
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            ids = self._codec.encode(text)
         except (TypeError, UnicodeEncodeError) as error:  # such as half a surrogate pair
             raise BadRequest("messages", f"no text that can be tokenised ({error})") from None
         return np.array(ids, dtype=np.int32)
@@ -120,13 +123,7 @@ class Renderer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of tokens, with no spaces tidied up."""
-        return str(
-            self.tokenizer.decode(
-                list(token_ids),
-                skip_special_tokens=skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
-        )
+        return self._codec.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def ends_turn(self, token_id: int) -> bool:
         """Whether the model ends its turns with it; False where that is not known."""
@@ -148,12 +145,11 @@ class Renderer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
+    def has_special(self, token_ids: Sequence[int]) -> bool:
+        return not self._special_ids.isdisjoint(token_ids)
+
     def _token_text(self, token_id: int) -> str:
         return self.decode([token_id])
-
-    def _token_bytes(self, token_id: int) -> tuple[int, ...]:
-        """Of its text, in UTF-8."""
-        return tuple(self.token_text(token_id).encode("utf-8", "replace"))
 
 
 def renderable(message: Message) -> dict[str, Any]:

@@ -60,6 +60,6 @@ def _of(renderer: Renderer, told: list[int], whole: list[int]) -> SampledText:
 def _both(renderer: Renderer, token_ids: list[int]) -> tuple[str, str]:
     """Without the special tokens, and with them."""
     said = renderer.decode(token_ids)
-    if not any(map(renderer.is_special, token_ids)):
+    if not renderer.has_special(token_ids):
         return said, said
     return renderer.decode(token_ids, skip_special_tokens=True), said

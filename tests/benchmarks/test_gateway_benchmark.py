@@ -20,7 +20,7 @@ from benchmarks.parts.gateway.load import (
     write_variants,
 )
 from benchmarks.parts.gateway.server import Script
-from benchmarks.parts.gateway.sessions import Turns, sessions
+from benchmarks.parts.gateway.sessions import Turns, Way, sessions
 from benchmarks.parts.gateway.windows import Window
 from easyrl.ledger.journal.reading import JournalFile
 from easyrl.ledger.journal.turns import read_turns
@@ -53,9 +53,9 @@ def test_a_seed_decides_answer_and_delay(variants: Path) -> None:
     assert b" 404 " in script.answer(b"/other", b"").content
 
 
-def window(direct: bool, step_s: float, chat_s: float, tokens_s: float) -> Window:
+def window(way: Way, step_s: float, chat_s: float, tokens_s: float) -> Window:
     cpu_s = {"gateway": 0.02, "fetcher": 0.01, "producer's thread": 0.01, "client": 9.0}
-    return Window(direct, step_s, Turns({"chat": [chat_s] * 9, "tokens": [tokens_s]}), cpu_s)
+    return Window(way, step_s, Turns({"chat": [chat_s] * 9, "tokens": [tokens_s]}), cpu_s)
 
 
 @pytest.mark.parametrize(
@@ -65,24 +65,28 @@ def window(direct: bool, step_s: float, chat_s: float, tokens_s: float) -> Windo
 def test_the_dearer_route_counts_and_each_bound_holds(
     step_s: float, chat_s: float, is_good: bool
 ) -> None:
-    direct = window(True, 0.1, 0.002, 0.002)
-    gateway = window(False, step_s, chat_s, 0.004)
-    line, good = _result([direct, gateway, gateway, direct])
+    direct = window("direct", 0.1, 0.002, 0.002)
+    gateway = window("gateway", step_s, chat_s, 0.004)
+    proxy = window("proxy", 0.2, 0.003, 0.004)
+    line, good = _result([direct, gateway, proxy, proxy, gateway, direct])
     assert good is is_good
     assert line == {
         "turns_per_cpu_s": 250.0,
         "added_ms_p50": round(1e3 * (chat_s - 0.002), 2),
         "added_ms_p99": round(1e3 * (chat_s - 0.002), 2),
         "trainer_slowdown": round(step_s / 0.1 - 1, 4),
+        "proxy_ms_p50": 2.0,
+        "proxy_ms_p99": 2.0,
     }
 
 
 @pytest.mark.runs
 def test_turns_through_the_gateway_are_journalled_before_they_are_answered(tmp_path: Path) -> None:
-    with sessions(tmp_path, 2, 0) as (inference, _, of):
-        direct = inference.thread.run(of.run(0.6, direct=True))
-        through = inference.thread.run(of.run(0.6, direct=False))
-    assert direct.number == through.number == 2 * NUM_TURNS
+    with sessions(tmp_path, 2, 0) as (inference, of):
+        direct = inference.thread.run(of.run(0.6, "direct"))
+        passed_on = inference.thread.run(of.run(0.6, "proxy"))
+        through = inference.thread.run(of.run(0.6, "gateway"))
+    assert direct.number == passed_on.number == through.number == 2 * NUM_TURNS
     (file,) = [JournalFile(0, 0, path) for path in tmp_path.glob("*.turns")]
     turns = list(read_turns(file))
     assert len(turns) == through.number

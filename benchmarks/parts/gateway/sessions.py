@@ -1,4 +1,4 @@
-"""Sessions at a time, of the gateway or of the server itself, in the process of a trainer."""
+"""Sessions at a time, of the gateway, a proxy or the server itself, in a trainer's process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,11 +35,12 @@ from easyrl.environments.hosts import EnvironmentHosts
 from easyrl.episodes.player import OnTurn
 from easyrl.ledger.journal.codec import Header
 from easyrl.ledger.journal.turns import TurnJournal, turns_file_name
-from easyrl.runtime.workers.child_process import Child, start_child
+from easyrl.runtime.workers.child_process import start_child
 from easyrl.schema import Prompt
 
 CLIENT = Path(__file__).with_name("client.py")
 ROUTES = ("chat", "tokens")  # in turns, session by session
+Way = Literal["direct", "proxy", "gateway"]  # from client to server
 NO_PROMPT = np.zeros(1, dtype=np.int32)  # an environment's own are asked for
 
 
@@ -60,7 +61,7 @@ class Sessions:
     def __init__(
         self,
         inference: Inference,
-        server_url: str,
+        urls: Mapping[Way, str],
         variants: Path,
         texts: Texts,
         at_a_time: int,
@@ -70,29 +71,30 @@ class Sessions:
         (hosts,) = inference.episodes.environments
         assert isinstance(hosts, EnvironmentHosts)
         self._inference, self._player, self._hosts = inference, inference.episodes, hosts
-        self._server_url, self._variants, self._texts = server_url, variants, texts
+        self._urls, self._variants, self._texts = urls, variants, texts
         self._at_a_time, self._on_turn = at_a_time, on_turn
         self._numbers = itertools.count()
 
-    async def run(self, duration_s: float, *, direct: bool) -> Turns:
+    async def run(self, duration_s: float, way: Way) -> Turns:
         """Begins none behind ``duration_s``, and returns when all have ended."""
         turns, end_s = Turns(), time.monotonic() + duration_s
-        places = [self._place(turns, end_s, n, direct) for n in range(self._at_a_time)]
+        places = [self._place(turns, end_s, n, way) for n in range(self._at_a_time)]
         await asyncio.gather(*places)
         return turns
 
-    async def _place(self, turns: Turns, end_s: float, place: int, direct: bool) -> None:
+    async def _place(self, turns: Turns, end_s: float, place: int, way: Way) -> None:
         await asyncio.sleep(place / self._at_a_time * LATENCY_S)
         while time.monotonic() < end_s:
             number = next(self._numbers)
             route = ROUTES[number % len(ROUTES)]
-            prompt = self._prompt(number, route, direct)
-            play = self._direct if direct else self._through_the_gateway
-            turns.added_s[route] += await play(prompt, number)
+            prompt = self._prompt(number, route, direct=way != "gateway")
+            if way == "gateway":
+                turns.added_s[route] += await self._through_the_gateway(prompt, number)
+            else:
+                turns.added_s[route] += await self._direct(self._urls[way], prompt, number)
 
-    async def _direct(self, prompt: Prompt, seed: int) -> list[float]:
-        url = f"{self._server_url}/v1"
-        outcome = await self._hosts.run(url, "-", prompt, NUM_TURNS * seed, lambda: 0.0)
+    async def _direct(self, url: str, prompt: Prompt, seed: int) -> list[float]:
+        outcome = await self._hosts.run(f"{url}/v1", "-", prompt, NUM_TURNS * seed, lambda: 0.0)
         return list(outcome.turn_rewards)
 
     async def _through_the_gateway(self, prompt: Prompt, seed: int) -> list[float]:
@@ -107,7 +109,7 @@ class Sessions:
             raise RuntimeError(made.episode.failure)
         return list(made.episode.turn_rewards)
 
-    def _prompt(self, number: int, route: str, direct: bool) -> Prompt:
+    def _prompt(self, number: int, route: str, *, direct: bool) -> Prompt:
         rng = random.Random(number)
         lengths = [FIRST_TOKENS, *[ADDED_TOKENS] * (NUM_TURNS - 1)]
         is_chat = route == "chat"
@@ -123,10 +125,8 @@ class Sessions:
 
 
 @contextlib.contextmanager
-def sessions(
-    folder: Path, at_a_time: int, seed: int
-) -> Iterator[tuple[Inference, Child, Sessions]]:
-    """Gateway, fetcher, host, loop thread and turns on disk as in a run, with the server's process.
+def sessions(folder: Path, at_a_time: int, seed: int) -> Iterator[tuple[Inference, Sessions]]:
+    """Gateway, fetcher, host, loop thread and turns on disk as in a run; server and proxy.
 
     The journal of turns is in ``folder``, as that of a batch's first attempt.
     """
@@ -134,10 +134,8 @@ def sessions(
     texts, variants = Texts(tokenizer), folder / "variants.json"
     write_variants(variants, texts, tokenizer, seed)
     with ExitStack() as opened:
-        server = start_child("benchmarks.parts.gateway.server:serve")
-        opened.callback(server.end)
-        server.socket.sendall(str(variants).encode())
-        url = f"http://127.0.0.1:{int(server.socket.recv(64))}"
+        url = _started(opened, "server", str(variants))
+        urls: dict[Way, str] = {"direct": url, "proxy": _started(opened, "proxy", url)}
         config = Config.model_validate(
             {
                 "model": {"path": str(folder)},
@@ -154,8 +152,16 @@ def sessions(
         inference.thread.run(_confirm(inference))
         journal = TurnJournal(folder / turns_file_name(0, 0), Header("", "", VERSION))
         opened.callback(journal.close)
-        of = Sessions(inference, url, variants, texts, at_a_time, journal.add)
-        yield inference, server, of
+        of = Sessions(inference, urls, variants, texts, at_a_time, journal.add)
+        yield inference, of
+
+
+def _started(opened: ExitStack, part: str, told: str) -> str:
+    """The URL of a part of this package that serves in a process of its own."""
+    child = start_child(f"benchmarks.parts.gateway.{part}:serve")
+    opened.callback(child.end)
+    child.socket.sendall(told.encode())
+    return f"http://127.0.0.1:{int(child.socket.recv(64))}"
 
 
 async def _confirm(inference: Inference) -> None:

@@ -1,4 +1,4 @@
-"""Windows in which a trainer computes beside sessions of the gateway, or of the server itself."""
+"""Windows in which a trainer computes beside sessions of the gateway, a proxy or the server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.parts.gateway.sessions import Sessions, Turns, sessions
+from benchmarks.parts.gateway.sessions import Sessions, Turns, Way, sessions
 from benchmarks.parts.producer.load import pin_threads
 from benchmarks.parts.shared_prompt.sizes import Shape, model_config, random_batch
 from benchmarks.parts.shared_prompt.workload import random_policy
@@ -22,7 +22,8 @@ from easyrl.models.tri_model import TriModel
 from easyrl.recipes import GRPO
 from easyrl.runtime.machine import usable_cpus
 
-BLOCK = (True, False, False, True)  # direct or not; a steady drift of the machine cancels out
+# a steady drift of the machine cancels out
+BLOCK: tuple[Way, ...] = ("direct", "gateway", "proxy", "proxy", "gateway", "direct")
 SETTLE_S = 2.0  # staggered places have begun
 ROW = Shape(64, 4, 32)  # of a micro-batch, tokens
 RECIPE = GRPO(kl_coef=0.0)
@@ -32,7 +33,7 @@ RECIPE = GRPO(kl_coef=0.0)
 class Window:
     """One, with the processor seconds that each role has spent for its turns."""
 
-    direct: bool
+    way: Way
     step_s: float  # of a micro-batch, median
     turns: Turns
     cpu_s: Mapping[str, float]
@@ -50,15 +51,15 @@ def measure(
     trainer_cpu, other_cpu = usable_cpus()[0], usable_cpus()[-1]
     torch.set_num_threads(1)
     step = micro_batch(folder / "policy")
-    with sessions(folder, at_a_time, seed) as (inference, _, of):
-        for direct in (True, False):  # connections are made, code is loaded
-            inference.thread.run(of.run(1.0, direct=direct))
+    with sessions(folder, at_a_time, seed) as (inference, of):
+        for way in BLOCK[: len(BLOCK) // 2]:  # connections are made, code is loaded
+            inference.thread.run(of.run(1.0, way))
         for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             pin_threads(process.pid, other_cpu)
         os.sched_setaffinity(0, {trainer_cpu})  # this thread only
         for _ in range(num_blocks):
-            for direct in BLOCK:
-                yield _window(inference, of, step, window_s, direct)
+            for way in BLOCK:
+                yield _window(inference, of, step, window_s, way)
 
 
 def micro_batch(folder: Path) -> Callable[[], None]:
@@ -79,15 +80,15 @@ def micro_batch(folder: Path) -> Callable[[], None]:
 
 
 def _window(
-    inference: Inference, of: Sessions, step: Callable[[], None], window_s: float, direct: bool
+    inference: Inference, of: Sessions, step: Callable[[], None], window_s: float, way: Way
 ) -> Window:
     roles = _Roles(inference)
-    running = inference.thread.submit(of.run(SETTLE_S + window_s, direct=direct))
+    running = inference.thread.submit(of.run(SETTLE_S + window_s, way))
     step_seconds(step, SETTLE_S)
     durations_s = step_seconds(step, window_s)
     while not running.done():  # the last sessions have a trainer beside them, too
         step()
-    return Window(direct, statistics.median(durations_s), running.result(), roles.spent_s())
+    return Window(way, statistics.median(durations_s), running.result(), roles.spent_s())
 
 
 class _Roles:
@@ -104,6 +105,7 @@ class _Roles:
                 "fetcher": "fetcher",
                 "client": "host.py",
                 "server": "parts.gateway.server",
+                "proxy": "parts.gateway.proxy",
             }.items():
                 if word in words:
                     self._roles[role] = child
