@@ -166,7 +166,7 @@ MAY_IMPORT = {
     "build": "schema config completion_check dataloaders doctor engines environments episodes"
     " gateway.errors gateway.messages gateway.rendering gateway.tool_parsers inference_client"
     " kernels.attention lab"
-    " ledger memory_plan.remedies metrics models recipes rewards runtime samples simulation.advice"
+    " ledger memory_plan metrics models recipes rewards runtime samples simulation.advice"
     " timeline trainer weight_sync",
     "arguments": "",
     "arguments.reference": "__main__ arguments commands.replay"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import psutil
+
 from easyrl.build.recipe import group_functions
-from easyrl.config import Config
+from easyrl.config import Config, ConfigError
 from easyrl.config.trainer import no_look_ahead
 from easyrl.engines.base import TrainEngine
 from easyrl.engines.megatron.layout import Layout
 from easyrl.inference_client.errors import is_outage
+from easyrl.memory_plan.plan import plan_memory
 from easyrl.metrics.event_log import Record
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict
@@ -32,6 +35,7 @@ from easyrl.trainer.loop import NothingAccepted
 # With groups of a third of a row, takes of 8 rows need 11 % fewer rows than takes of one (simulated
 # log-normal sizes), and the costs of rows vary half as much.
 ROWS_PER_DRAIN = 8
+MOST_OF_MEMORY = 1 / 8  # of the machine's, for rows that are trained beside one another
 
 
 def build_accumulator(
@@ -49,6 +53,7 @@ def build_accumulator(
     on_trained: Callable[[float, int], object] = lambda seconds, num_groups: None,
 ) -> Accumulator:
     """What is left to the caller is who listens, whether all groups are waited for, and judged."""
+    cores = cores or SharedCores()
     return Accumulator(
         engine=engine,
         collectives=collectives,
@@ -58,14 +63,14 @@ def build_accumulator(
         record=record,
         max_tokens=config.trainer.max_tokens_per_micro_batch,
         rows_per_drain=rows_per_drain(config),
-        rows_at_once=rows_at_once(config),
+        rows_at_once=max(rows_at_once(config), rows_by_thread(config, cores)),
         synchronous=synchronous,
         agreement_limit=agreement_limit,
         on_trained=on_trained,
         look_ahead=looks_ahead(config, engine),
         # Which of them is run depends on the endpoint that answered, and decides the last bits.
         skip_without_signal=not is_strict(config),
-        cores=cores or SharedCores(),
+        cores=cores,
         clock=clock or PhaseClock(),
         samples_per_step=samples_per_step,
     )
@@ -100,6 +105,20 @@ def rows_per_drain(config: Config) -> int:
 def rows_at_once(config: Config) -> int:
     """Micro-batches of one call of the engine."""
     return rows_per_drain(config) if _has_flushes(config) else 1
+
+
+def rows_by_thread(config: Config, cores: SharedCores) -> int:
+    """Micro-batches that a CPU trains beside one another where it has several cores at a time: as
+    many as ``cores`` divides, if there is memory for so many."""
+    if not cores or cores.num_cores == 1:
+        return 1
+    try:
+        plan = plan_memory(config, config.parallel.ranks_per_model, on_cpu=True)
+    except ConfigError:  # a model whose sizes are not known
+        return 1
+    of_a_row = max(stage.running_bytes for stage in plan.stages)
+    machine = psutil.virtual_memory().total
+    return max(1, min(cores.num_cores, int(MOST_OF_MEMORY * machine / of_a_row)))
 
 
 def _has_flushes(config: Config) -> bool:

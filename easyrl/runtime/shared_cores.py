@@ -60,6 +60,11 @@ class SharedCores:
         path = os.environ.get(VARIABLE)
         return cls(Path(path) if path and can_share() else None, most=MOST_OF_A_SERVER)
 
+    @property
+    def num_cores(self) -> int:
+        """That are divided."""
+        return self._num_cores
+
     def __bool__(self) -> bool:
         """Whether there is somebody to share with."""
         return self._file is not None

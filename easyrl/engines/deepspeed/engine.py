@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from easyrl.engines.deepspeed.joint_step import step_together
 from easyrl.engines.deepspeed.late_denominator import step_divided
 from easyrl.engines.deepspeed.muon import MuonWithAdamW
 from easyrl.engines.deepspeed.pieces import copy_pieces, read_pieces
+from easyrl.engines.deepspeed.row_threads import Loss, RowThreads
 from easyrl.engines.deepspeed.sharded_loading import sharded_loading, take_projection
 from easyrl.engines.deepspeed.shards import (
     Fragment,
@@ -143,6 +144,18 @@ class DeepSpeedEngine:
         wanted, span = config.model.logprob_backward, self._recipe.span
         self._same_pass = span == "token" if wanted == "auto" else wanted == "same_pass"
         self._num_backwards = 0
+        self._row_threads: RowThreads | None = None
+        if self.device.type == "cpu" and self._runs_rows_by_thread():
+            self._row_threads = RowThreads(self._tri_model, self._policy)
+
+    def _runs_rows_by_thread(self) -> bool:
+        """Not where a forward belongs to one thread: shards are gathered in it, adapters are put in
+        place, or weights travel."""
+        models, is_sharded = self._tri_model, self._stage == 3 or self.lockstep
+        frozen = (models.reference, models.old_policy, models.teacher)
+        are_here = all(model is None or isinstance(model, FrozenModel) for model in frozen)
+        has_adapters = self._config.model.lora is not None
+        return are_here and not (is_sharded or has_adapters or self._critic is not None)
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -170,22 +183,34 @@ class DeepSpeedEngine:
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
         metrics = []
         problem = None
-        for index, micro_batch in enumerate(micro_batches):
-            loss_sum, sums = self._tri_model.loss(
-                micro_batch, self._recipe, same_pass=self._same_pass
-            )
-            if not bool(torch.isfinite(loss_sum)):
-                problem = f"micro-batch {index}: loss sum is {loss_sum.item()}"
-                loss_sum = loss_sum * math.nan  # an infinite loss may have a finite gradient
-            self._backward(loss_sum)
-            if self._critic is not None:
-                value_sums, value_problem = self._critic.forward_backward(micro_batch, self._recipe)
-                sums.add(value_sums)
-                problem = problem or value_problem
-            metrics.append(sums)
+        with closing(self._losses(micro_batches)) as losses:
+            for index, (micro_batch, (loss_sum, sums)) in enumerate(
+                zip(micro_batches, losses, strict=True)
+            ):
+                if not bool(torch.isfinite(loss_sum)):
+                    problem = f"micro-batch {index}: loss sum is {loss_sum.item()}"
+                    loss_sum = loss_sum * math.nan  # an infinite loss may have a finite gradient
+                self._backward(loss_sum)
+                if self._critic is not None:
+                    value_sums, its_problem = self._critic.forward_backward(
+                        micro_batch, self._recipe
+                    )
+                    sums.add(value_sums)
+                    problem = problem or its_problem
+                metrics.append(sums)
         if problem is not None:
             raise NonFiniteLossError(problem)  # only now: ranks in lock-step are not left waiting
         return metrics
+
+    def _losses(self, micro_batches: Sequence[MicroBatch]) -> Generator[Loss]:
+        """Of each, to be run backward before the next one."""
+        if self._row_threads is not None:
+            yield from self._row_threads.losses(
+                micro_batches, self._recipe, same_pass=self._same_pass
+            )
+            return
+        for row in micro_batches:
+            yield self._tri_model.loss(row, self._recipe, same_pass=self._same_pass)
 
     def finish_backwards(self) -> list[MetricSums]:
         return []

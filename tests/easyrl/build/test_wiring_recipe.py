@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from easyrl.build.accumulation import ROWS_PER_DRAIN, build_accumulator, rows_per_drain
+from easyrl.build.accumulation import (
+    MOST_OF_MEMORY,
+    ROWS_PER_DRAIN,
+    build_accumulator,
+    rows_by_thread,
+    rows_per_drain,
+)
 from easyrl.build.recipe import RecipeFailed, accept_function, group_functions, pack_in_order
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import validate_config
+from easyrl.memory_plan.plan import plan_memory
 from easyrl.metrics.event_log import ignore
 from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
+from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import MicroBatch, RolloutGroup, StopRequested
 from easyrl.trainer.accumulation import Accumulator
@@ -174,6 +183,27 @@ def test_groups_without_signal_are_run_in_strict_mode(
             synchronous=True,
         )
     assert built.skip_without_signal == skips
+
+
+def test_rows_beside_one_another_are_as_many_as_cores_and_memory_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    tiny_config("qwen3").save_pretrained(model)
+    settings = config(model)
+    assert rows_by_thread(settings, SharedCores()) == 1  # there is nobody to share with
+    cores = SharedCores(tmp_path / "cores", num_cores=3)
+    try:
+        assert rows_by_thread(settings, cores) == 3
+        plan = plan_memory(settings, 1, on_cpu=True)
+        of_a_row = max(stage.running_bytes for stage in plan.stages)
+        for fits, rows in ((2.5, 2), (0.5, 1)):
+            memory = SimpleNamespace(total=fits * of_a_row / MOST_OF_MEMORY)
+            monkeypatch.setattr("psutil.virtual_memory", lambda memory=memory: memory)
+            assert rows_by_thread(settings, cores) == rows
+        assert rows_by_thread(config(tmp_path), cores) == 1  # no model to plan for
+    finally:
+        cores.close()
 
 
 RECIPE = """

@@ -206,6 +206,40 @@ def check_gradient(
     }
 
 
+def check_together(session: Session, stage: int, dtype: str = "fp32", **settings: Any) -> Results:
+    """Two steps whose rows go to the engine together, on three threads, against one by one."""
+    weights, sums, errors = [], [], []
+    for together in (False, True):
+        engine = session.engine(stage, dtype, **settings, **ADAM)
+        made, seen = [], []
+        for seed in (0, 1):
+            rows = streamed("token", seed=seed)
+            engine.forward_backward(rows[:1])
+            torch.set_num_threads(3 if together else 1)
+            calls = [rows[1:]] if together else [[row] for row in rows[1:]]
+            made += [m.sums for call in calls for m in engine.forward_backward(call)]
+            seen.append(torch.get_num_threads())
+            torch.set_num_threads(1)
+            assert not engine.optimizer_step(denominator("token")).skipped
+        weights.append(weights_of(engine))
+        sums.append(made)
+        bad = replace(rows[2], advantages=torch.full_like(rows[2].advantages, torch.inf))
+        torch.set_num_threads(3 if together else 1)
+        with suppress(NonFiniteLossError):
+            engine.forward_backward([rows[1], rows[3], bad])
+            errors.append("none was raised")
+        torch.set_num_threads(1)
+        if not engine.optimizer_step(denominator("token")).skipped:
+            errors.append("the step was taken")
+    return {
+        "threads": seen,
+        "same_weights": same_bits(*weights),
+        "same_sums": sums[0] == sums[1],
+        "errors": errors,
+        "pool": 0 if engine._row_threads is None else len(engine._row_threads._pool._threads),
+    }
+
+
 def bf16_gold(session: Session, accumulate: torch.dtype) -> Gold:
     """A bare bf16 model on the same rows; the rows' gradients summed in ``accumulate``."""
     load = session.models("bf16")
@@ -502,6 +536,10 @@ def cases(session: Session, slow: bool) -> dict[str, Callable[[], Results]]:
             add(
                 f"rank-without-rows/{stage}", check_gradient, stage, "token", gold["token"], first=0
             )
+        if session.size == 1:
+            for dtype in dtypes:
+                add(f"together/{stage}/{dtype}", check_together, stage, dtype)
+            add(f"together/{stage}/checkpointing", check_together, stage, checkpointing=True)
         if slow or stage in (1, 3):
             for model in ("policy", "moe"):
                 add(f"names/{stage}/{model}", check_names, stage, model)

@@ -116,6 +116,16 @@ def test_what_saves_memory_changes_nothing(launch: Launch) -> None:
             assert case["gradient"] < 1e-5 and case["norm"] < 1e-5, (kind, name, case)
 
 
+def test_rows_together_are_rows_one_by_one(launch: Launch) -> None:
+    """Bit by bit; ZeRO-3 runs them one after the other, as shards are gathered."""
+    if len(launch.ranks) > 1:
+        pytest.skip("the same on each rank")
+    for name, case in launch.cases("together").items():
+        assert (case["pool"] == 0) is name.startswith("3/"), name
+        assert case["same_weights"] and case["same_sums"], name
+        assert case["errors"] == [] and case["threads"] == [3, 3], (name, case)
+
+
 def test_bf16_accumulates_in_fp32(launch: Launch) -> None:
     """Against a bare bf16 model whose rows' gradients are summed in fp32."""
     cases = launch.cases("bf16")
