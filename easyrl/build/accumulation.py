@@ -110,10 +110,10 @@ def rows_at_once(config: Config) -> int:
 def rows_by_thread(config: Config, cores: SharedCores) -> int:
     """Micro-batches that a CPU trains beside one another where it has several cores at a time: as
     many as ``cores`` divides, if there is memory for so many."""
-    if not cores or cores.num_cores == 1:
+    if config.parallel.is_split or not cores or cores.num_cores == 1:
         return 1
     try:
-        plan = plan_memory(config, config.parallel.ranks_per_model, on_cpu=True)
+        plan = plan_memory(config, 1, on_cpu=True)
     except ConfigError:  # a model whose sizes are not known
         return 1
     of_a_row = max(stage.running_bytes for stage in plan.stages)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from easyrl.build.data import load_trained
 from easyrl.build.doctor_endpoints import Policy, check_endpoints
+from easyrl.build.doctor_environments import check_environments
 from easyrl.build.inference import open_scoring
 from easyrl.build.row_settings import decide_row_settings
 from easyrl.build.run_length import describe_run
@@ -77,6 +78,8 @@ class Diagnosis:
         yield from findings_of("data", self._data)
         if self._prompts:
             yield from findings_of("rewards", self._rewards)
+        if self._vocabulary is not None and config.environments:
+            yield from check_environments(config, self._vocabulary)
         yield from findings_of("endpoints", self._endpoints)
 
     def _devices(self) -> Iterable[Finding]:

@@ -63,7 +63,7 @@ def open_episodes(
     except GatewayGone as error:
         raise ConfigError(str(error)) from error
     if problem is not None:
-        _warn_of_template(config, problem)
+        log.warning("environments: %s", describe_template(config, problem))
     if problem != NO_TEMPLATE:
         tell_tool_parser(config, gateway.tool_parser)
     hosts = []
@@ -108,14 +108,21 @@ def _most_rollouts(of: EnvironmentHosts, pool: EndpointPool, num_shares: int) ->
 def tell_tool_parser(config: Config, chosen: str | None) -> None:
     """Says what ``auto`` has come to. Raises ``ConfigError`` where an environment needs a parser
     and there is none."""
+    said = describe_tool_parser(config, chosen)
+    if chosen is None:
+        log.warning("%s", said)
+    elif config.data.tool_parser == "auto":
+        log.warning("environments: %s", said)
+
+
+def describe_tool_parser(config: Config, chosen: str | None) -> str:
+    """``chosen``: None: no parser reads the template's calls. Raises as ``tell_tool_parser``."""
     if chosen is not None:
-        if config.data.tool_parser == "auto":
-            log.warning("environments: tool calls are read as %s (data.tool_parser: auto)", chosen)
-        return
+        return f"tool calls are read as {chosen} (data.tool_parser: {config.data.tool_parser})"
     problem = f"data.tool_parser: {unread_calls()}"
     if (with_tools := _first_with_tools(config)) is not None:
         raise ConfigError(f"{problem} (for {with_tools})")
-    log.warning("%s; until then requests with tools are refused", problem)
+    return f"{problem}; until then requests with tools are refused"
 
 
 def _first_with_tools(config: Config) -> str | None:
@@ -124,29 +131,29 @@ def _first_with_tools(config: Config) -> str | None:
     return f"environments[{kinds.index('tools')}].tools" if "tools" in kinds else None
 
 
-def _warn_of_template(config: Config, problem: str) -> None:
-    """What comes of a template that renders an answered turn otherwise than it was sampled, or of
-    none. Raises ``ConfigError`` where there is none and an environment has tools."""
+def describe_template(config: Config, problem: str | None) -> str:
+    """What the chat template makes of a conversation. ``problem``: why it renders an answered turn
+    otherwise than it was sampled; None: it does not. Raises ``ConfigError`` where there is none and
+    an environment has tools."""
+    if problem is None:
+        return "the chat template continues a conversation exactly"
     if problem == NO_TEMPLATE:
         if (with_tools := _first_with_tools(config)) is not None:
             raise ConfigError(
                 f"{with_tools}: {config.model.tokenizer_path} has no chat template to show them "
                 "with; give one as data.chat_template"
             )
-        log.warning(
-            "environments: %s has no chat template, so that chat requests are refused and token "
-            "ids alone are taken; give one as data.chat_template",
-            config.model.tokenizer_path,
+        return (
+            f"{config.model.tokenizer_path} has no chat template, so that chat requests are "
+            "refused and token ids alone are taken; give one as data.chat_template"
         )
-        return
-    log.warning(
-        "environments: the chat template does not continue a conversation exactly: %s. Behind an "
-        "answer, %s",
-        problem,
-        "; ".join(
-            f"{each.name} (history: {each.history}) {BEHIND_ANSWER[each.history]}"
-            for each in config.environments
-        ),
+    behind = "; ".join(
+        f"{each.name} (history: {each.history}) {BEHIND_ANSWER[each.history]}"
+        for each in config.environments
+    )
+    return (
+        f"the chat template does not continue a conversation exactly: {problem}. Behind an "
+        f"answer, {behind}"
     )
 
 

@@ -20,6 +20,7 @@ from easyrl.build.accumulation import (
 from easyrl.build.recipe import RecipeFailed, accept_function, group_functions, pack_in_order
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import validate_config
+from easyrl.config.parallel import ParallelConfig
 from easyrl.memory_plan.plan import plan_memory
 from easyrl.metrics.event_log import ignore
 from easyrl.recipes.loading import load_recipe
@@ -197,11 +198,13 @@ def test_rows_beside_one_another_are_as_many_as_cores_and_memory_allow(
         assert rows_by_thread(settings, cores) == 3
         plan = plan_memory(settings, 1, on_cpu=True)
         of_a_row = max(stage.running_bytes for stage in plan.stages)
-        for fits, rows in ((2.5, 2), (0.5, 1)):
+        for fits, rows in ((0.5, 1), (2.5, 2)):
             memory = SimpleNamespace(total=fits * of_a_row / MOST_OF_MEMORY)
             monkeypatch.setattr("psutil.virtual_memory", lambda memory=memory: memory)
             assert rows_by_thread(settings, cores) == rows
         assert rows_by_thread(config(tmp_path), cores) == 1  # no model to plan for
+        split = settings.model_copy(update={"parallel": ParallelConfig(tensor=2)})
+        assert rows_by_thread(split, cores) == 1  # megatron-core
     finally:
         cores.close()
 
