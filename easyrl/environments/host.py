@@ -23,6 +23,7 @@ import asyncio
 import ctypes
 import errno
 import faulthandler
+import gc
 import importlib.util
 import json
 import math
@@ -417,6 +418,8 @@ def main(arguments: list[str]) -> None:
     except BaseException as error:
         lines.send(type="failed", id=None, **failure_of(error, own_file))
         return
+    gc.collect()
+    gc.freeze()  # what is loaded stays: walking it again and again would hold rollouts up
     if arguments:
         _ends_by_its_parent_alone()  # libraries set handlers of their own when they are loaded
     asyncio.run(Host(lines, output, environment, own_file).serve())

@@ -20,6 +20,7 @@ from benchmarks.parts.thread_clock import ThreadClock, step_seconds
 from easyrl.build.inference import Inference
 from easyrl.models.tri_model import TriModel
 from easyrl.recipes import GRPO
+from easyrl.runtime.garbage import collect_rarely
 from easyrl.runtime.machine import usable_cpus
 
 # a steady drift of the machine cancels out
@@ -57,6 +58,7 @@ def measure(
         for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             pin_threads(process.pid, other_cpu)
         os.sched_setaffinity(0, {trainer_cpu})  # this thread only
+        collect_rarely()  # as a run does before it trains
         for _ in range(num_blocks):
             for way in BLOCK:
                 yield _window(inference, of, step, window_s, way)
