@@ -17,24 +17,32 @@ EASYRL_VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 VLLM_SETUP := setup-vllm
 endif
 
-.PHONY: demo test test-browser test-gpu bench-gpu test-runs test-slow test-triton test-peers test-trackers test-verifiers test-npu-signatures test-vllm test-hosts docs lint typecheck setup setup-vllm clean
+.PHONY: demo test test-browser test-gpu bench-gpu test-runs test-slow test-triton test-peers test-trackers test-verifiers test-npu-signatures test-vllm test-vllm-slow test-hosts docs lint typecheck setup setup-vllm clean
 
 # extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
 # split over processes: make demo PARALLEL=tp2pp2; episodes with a calculator: make demo TASK=tools
 demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo model
 	EASYRL_VLLM_PYTHON=$(EASYRL_VLLM_PYTHON) $(BIN)/python -m easyrl.demo --engine $(ENGINE) --run-dir $(RUN) $(if $(TASK),--task $(TASK)) $(if $(PARALLEL),--parallel $(PARALLEL)) $(ARGS)
 
+# Files with tests of a mark: collecting all others too takes a minute. The servers of the contract
+# tests have theirs from a fixture.
+MARKED = $$(grep -rl "mark\.$(1)" tests --include="test_*.py" | sort)
+VLLM_TESTS = tests/inference_client/contract $(call MARKED,vllm)
+
 test: setup lint typecheck   ## lint, types and all fast tests
 	$(BIN)/python -m pytest $(WORKERS)
 
 test-runs: setup       ## whole runs and several ranks, a quarter of an hour
-	$(BIN)/python -m pytest $(WORKERS) -m "runs and not slow"
+	$(BIN)/python -m pytest $(WORKERS) -m "runs and not slow" $(call MARKED,runs)
 
 test-slow: setup       ## the tests that take minutes
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not vllm"
 
 test-vllm: setup $(VLLM_SETUP)   ## the tests that start real vLLM servers
-	EASYRL_VLLM_PYTHON=$(EASYRL_VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
+	EASYRL_VLLM_PYTHON=$(EASYRL_VLLM_PYTHON) $(BIN)/python -m pytest -m "vllm and not slow" $(VLLM_TESTS)
+
+test-vllm-slow: setup $(VLLM_SETUP)   ## the rest of them
+	EASYRL_VLLM_PYTHON=$(EASYRL_VLLM_PYTHON) $(BIN)/python -m pytest -m "vllm and slow" $(VLLM_TESTS)
 
 # Needs chromium and chromium-driver, Debian packages; elsewhere it is skipped with the reason.
 test-browser: setup    ## easyrl report in a browser

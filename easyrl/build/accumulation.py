@@ -109,7 +109,7 @@ def rows_at_once(config: Config) -> int:
 
 def rows_by_thread(config: Config, cores: SharedCores) -> int:
     """Micro-batches that a CPU trains beside one another where it has several cores at a time: as
-    many as ``cores`` divides, if there is memory for so many."""
+    many as ``cores`` divides, if there is memory for so many, and as are drained together."""
     if config.parallel.is_split or not cores or cores.num_cores == 1:
         return 1
     try:
@@ -118,7 +118,7 @@ def rows_by_thread(config: Config, cores: SharedCores) -> int:
         return 1
     of_a_row = max(stage.running_bytes for stage in plan.stages)
     machine = psutil.virtual_memory().total
-    return max(1, min(cores.num_cores, int(MOST_OF_MEMORY * machine / of_a_row)))
+    return max(1, min(cores.num_cores, ROWS_PER_DRAIN, int(MOST_OF_MEMORY * machine / of_a_row)))
 
 
 def _has_flushes(config: Config) -> bool:

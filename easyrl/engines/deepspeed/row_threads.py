@@ -21,6 +21,7 @@ from easyrl.recipes.recipe import Recipe
 from easyrl.runtime.model_spans import ModelSpans
 from easyrl.schema import MicroBatch
 
+MOST_ROWS = 8  # at a time: each has its activations
 Loss = tuple[Tensor, MetricSums]  # a scalar that carries gradient, and the row's metrics
 
 
@@ -34,11 +35,12 @@ class _Trained:
 
 
 class RowThreads:
-    """As many rows at a time as this process has threads of torch, each computed by one.
+    """As many rows at a time as this process has threads of torch, which they share out.
 
     The caller's thread has the first of them, through ``tri_model``. The gradient of another one is
     computed by itself in its thread, and added when the caller runs its loss backward: what is
-    summed, and in which order, is what one row after the other gives, with one thread, bit by bit.
+    summed, and in which order, is what one row after the other gives. Where there are as many rows
+    as threads it is the same bit by bit as with one thread.
 
     Args:
         tri_model: around an engine.
@@ -49,7 +51,7 @@ class RowThreads:
         self._own = tri_model
         self._other = replace(tri_model, policy=policy, spans=ModelSpans())
         self._parameters = [p for p in policy.parameters() if p.requires_grad]
-        self._pool = ThreadPoolExecutor(thread_name_prefix="rows")
+        self._pool = ThreadPoolExecutor(MOST_ROWS, thread_name_prefix="rows")
         self._has_run = False  # what compares itself with something plain at first use has done so
 
     def losses(
@@ -59,8 +61,8 @@ class RowThreads:
         for. To be closed if it is not exhausted."""
         rest = list(rows)
         while rest:
-            num_threads = torch.get_num_threads() if self._has_run else 1
-            now, rest = rest[:num_threads], rest[num_threads:]
+            num = min(torch.get_num_threads(), MOST_ROWS) if self._has_run else 1
+            now, rest = rest[:num], rest[num:]
             yield from self._together(now, recipe, same_pass)
             self._has_run = True
 
@@ -73,8 +75,12 @@ class RowThreads:
         num_threads = torch.get_num_threads()
         self._other.old_is_policy = self._own.old_is_policy
         self._other.sampled_by = self._own.sampled_by
-        torch.set_num_threads(1)
-        others = [self._pool.submit(self._trained, row, recipe, same_pass) for row in rows[1:]]
+        each = num_threads // len(rows)
+        torch.set_num_threads(each)
+        others = [
+            self._pool.submit(self._trained, row, recipe, each, same_pass=same_pass)
+            for row in rows[1:]
+        ]
         try:
             yield self._own.loss(rows[0], recipe, same_pass=same_pass)
             yield from map(self._given, others)
@@ -82,9 +88,11 @@ class RowThreads:
             wait(others)
             torch.set_num_threads(num_threads)
 
-    def _trained(self, row: MicroBatch, recipe: Recipe, same_pass: bool) -> _Trained:
-        """In a thread of its own; the number of torch's threads is one of each thread."""
-        torch.set_num_threads(1)
+    def _trained(
+        self, row: MicroBatch, recipe: Recipe, num_threads: int, *, same_pass: bool
+    ) -> _Trained:
+        """In a thread of its own: the number of torch's threads is kept for each."""
+        torch.set_num_threads(num_threads)
         loss, sums = self._other.loss(row, recipe, same_pass=same_pass)
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         return _Trained(loss.detach(), sums, gradients)

@@ -28,6 +28,15 @@ from tests.inference_client.contract.served_models import (
 from tests.vllm_environment import VLLM_PYTHON
 
 MAX_NUM_SEQS = 32
+BY_HEADS = "test_contract_weights.py"  # a head of its own is a weight more: it matters here
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What asks nothing of a head is asked of real vLLM once; of an untied one among the slow."""
+    for item in items:
+        is_here = item.path.parent == Path(__file__).parent
+        if is_here and "vllm-untied" in item.nodeid and item.path.name != BY_HEADS:
+            item.add_marker(pytest.mark.slow)
 
 
 @dataclass
