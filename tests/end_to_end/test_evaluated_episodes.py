@@ -21,7 +21,7 @@ from tests.golden.whole_run import (
     strict_command,
 )
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.slow]
 
 NUM_HELD_OUT, NUM_SAMPLES, NUM_GENERATIONS = 12, 4, 4
 FIGURES = ("eval/accuracy", "eval/avg@4", "eval/pass@1", "eval/pass@4", "eval/excluded")

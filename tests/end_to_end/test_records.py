@@ -265,6 +265,7 @@ def uninterrupted(inputs: Path) -> Path:
 
 
 @pytest.mark.runs
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signal", "status", "superseded"),
     [

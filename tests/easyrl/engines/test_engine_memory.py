@@ -35,7 +35,7 @@ CASES = {
     scope="module",
     params=[
         pytest.param(1, id="alone", marks=pytest.mark.runs),
-        pytest.param(2, id="two-ranks", marks=pytest.mark.runs),
+        pytest.param(2, id="two-ranks", marks=pytest.mark.slow),
     ],
 )
 def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
