@@ -9,7 +9,13 @@ from functools import partial
 import numpy as np
 
 from easyrl.completion_check import Vocabulary
-from easyrl.config import Config, ConfigError, HistoryMode, SamplingConfig
+from easyrl.config import (
+    Config,
+    ConfigError,
+    EnvironmentConfig,
+    HistoryMode,
+    SamplingConfig,
+)
 from easyrl.environments.failures import EnvironmentFailed
 from easyrl.environments.hosts import EnvironmentHosts
 from easyrl.environments.mixing import environment_of
@@ -54,27 +60,16 @@ def open_episodes(
         return None
     contexts = [endpoint.context for endpoint in pool.endpoints if endpoint.served is not None]
     longest = max(contexts, default=UNLIMITED)
-    gateway = GatewayChild(
-        gateway_settings(config, vocabulary, None if longest == UNLIMITED else longest)
-    )
-    opened.callback(lambda: thread.run(gateway.close()))
-    try:
-        problem = thread.run(gateway.start())
-    except GatewayGone as error:
-        raise ConfigError(str(error)) from error
+    settings = gateway_settings(config, vocabulary, None if longest == UNLIMITED else longest)
+    gateway, problem = start_gateway(settings, opened, thread)
     if problem is not None:
         log.warning("environments: %s", describe_template(config, problem))
     if problem != NO_TEMPLATE:
         tell_tool_parser(config, gateway.tool_parser)
-    hosts = []
-    for number, environment in enumerate(config.environments):
-        of = EnvironmentHosts(environment)
-        opened.callback(partial(_close, thread, of))
-        try:
-            thread.run(of.start())
-        except EnvironmentFailed as error:
-            raise ConfigError(f"environments[{number}]: {error}") from error
-        hosts.append(of)
+    hosts = [
+        start_hosts(number, environment, opened, thread)
+        for number, environment in enumerate(config.environments)
+    ]
 
     def choose(prompt: Prompt) -> int:
         chosen = environment_of(prompt, config.environments, config.run.seed)
@@ -91,6 +86,34 @@ def open_episodes(
         rooms=[RolloutRoom(partial(_most_rollouts, of, pool, num_shares)) for of in hosts],
         outages=EnvironmentOutages(config.inference.max_outage_s, record=record),
     )
+
+
+def start_gateway(
+    settings: Settings, opened: ExitStack, thread: LoopThread
+) -> tuple[GatewayChild, str | None]:
+    """The gateway that serves, and why its chat template cannot continue sampled tokens exactly.
+
+    Raises ``ConfigError`` if it does not come up.
+    """
+    gateway = GatewayChild(settings)
+    opened.callback(lambda: thread.run(gateway.close()))
+    try:
+        return gateway, thread.run(gateway.start())
+    except GatewayGone as error:
+        raise ConfigError(str(error)) from error
+
+
+def start_hosts(
+    number: int, environment: EnvironmentConfig, opened: ExitStack, thread: LoopThread
+) -> EnvironmentHosts:
+    """Those of entry ``number`` of ``environments``. Raises ``ConfigError`` if it is not loaded."""
+    hosts = EnvironmentHosts(environment)
+    opened.callback(lambda: thread.run(hosts.close()))
+    try:
+        thread.run(hosts.start())
+    except EnvironmentFailed as error:
+        raise ConfigError(f"environments[{number}]: {error}") from error
+    return hosts
 
 
 def _most_rollouts(of: EnvironmentHosts, pool: EndpointPool, num_shares: int) -> int:
@@ -155,10 +178,6 @@ def describe_template(config: Config, problem: str | None) -> str:
         f"the chat template does not continue a conversation exactly: {problem}. Behind an "
         f"answer, {behind}"
     )
-
-
-def _close(thread: LoopThread, hosts: EnvironmentHosts) -> None:
-    thread.run(hosts.close())
 
 
 class EpisodeTurns:
