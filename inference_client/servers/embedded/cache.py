@@ -37,7 +37,7 @@ class Prefilled:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's buffers ``[S, L, H, d]``; position-major: a new token is one row to write."""
+    """One layer's buffers ``[S, H, L, d]``: attention reads each head's positions in one piece."""
 
     is_sliding = False
 
@@ -48,15 +48,17 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates for states shaped ``[*, H, *, d]``; zeros, since masked garbage may be NaN."""
-        self.buffers = [states.transpose(1, 2)[:0, :0] for states in (key_states, value_states)]
+        self.buffers = [states[:0, :, :0] for states in (key_states, value_states)]
         self.is_initialized = True
         self.grow()
 
     def grow(self) -> None:
         """To the cache's capacity; what is held stays."""
+        slots, positions = self._cache.capacity
         for index, buffer in enumerate(self.buffers):
-            larger = buffer.new_zeros(*self._cache.capacity, *buffer.shape[2:])
-            larger[: buffer.shape[0], : buffer.shape[1]] = buffer
+            held_slots, heads, held_positions, size = buffer.shape
+            larger = buffer.new_zeros(slots, heads, positions, size)
+            larger[:held_slots, :, :held_positions] = buffer
             self.buffers[index] = larger
 
     def update(
@@ -69,11 +71,9 @@ class SlotLayer(CacheLayerMixin):
         return self._write(keys, key_states), self._write(values, value_states)
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
-        cache = self._cache
-        assert cache.write_index is not None, "begin_step comes before the forward"
-        rows = states.transpose(1, 2).reshape(cache.num_rows, -1)
-        buffer.view(-1, rows.shape[1]).index_copy_(0, cache.write_index, rows)
-        return buffer[: cache.num_rows, : cache.num_positions].transpose(1, 2)
+        cache, (heads, size) = self._cache, states.shape[1::2]
+        buffer.view(-1, size).index_copy_(0, cache.write_index(heads), states.reshape(-1, size))
+        return buffer[: cache.num_rows, :, : cache.num_positions]
 
     def fill(
         self, slots: Tensor, source: Tensor, key_states: Tensor, value_states: Tensor, length: int
@@ -85,7 +85,7 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[slots, :length] = states.transpose(1, 2)[source, :length]
+            buffer[slots, :, :length] = states[source, :, :length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.num_positions, 0
@@ -106,11 +106,11 @@ class SlotCache(Cache):
         self.capacity = (0, 0)  # S, L
         self.num_rows = 0  # B of the current decode step
         self.num_positions = 0  # that its attention sees, the longest sequence's
-        self.write_index: Tensor | None = None  # int64 [B], slot * L + position of each new token
+        self._positions = torch.arange(0, device=device)  # [B], of the new tokens
+        self._write_index: dict[int, Tensor] = {}  # of the step, by number of heads
         self._slot_layers = [SlotLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))
         self._columns = torch.arange(0, device=device)  # [L]
-        self._slot_starts = torch.arange(0, device=device)  # [S], of their positions in buffers
         self._device = device
         self._max_slots = max_slots
         self._max_positions = max_positions
@@ -128,14 +128,21 @@ class SlotCache(Cache):
             held_positions = max(positions, min(wanted, self._max_positions))
         self.capacity = (held_slots, held_positions)
         self._columns = torch.arange(held_positions, device=self._device)
-        self._slot_starts = torch.arange(held_slots, device=self._device) * held_positions
         for layer in self._slot_layers:
             layer.grow()
 
     def begin_step(self, positions: Tensor, longest: int) -> None:
         """Sequence ``b`` is going to write at ``positions[b]`` (int64 [B]); all see ``longest``."""
         self.num_rows, self.num_positions = positions.shape[0], longest
-        self.write_index = self._slot_starts[: self.num_rows] + positions
+        self._positions, self._write_index = positions, {}
+
+    def write_index(self, heads: int) -> Tensor:
+        """int64 [B * H], where each head of each new token lies in a buffer's rows [S * H * L]."""
+        if heads not in self._write_index:
+            starts = torch.arange(self.num_rows * heads, device=self._device) * self.capacity[1]
+            index = starts.view(-1, heads) + self._positions[:, None]
+            self._write_index[heads] = index.flatten()
+        return self._write_index[heads]
 
     def unwritten(self, positions: Tensor) -> Tensor:
         """Bool [B, L], the positions behind each sequence's own (int64 [B])."""
@@ -155,11 +162,10 @@ class SlotCache(Cache):
 
     @staticmethod
     def _read(buffer: Tensor, slot: int, length: int) -> Tensor:
-        held = buffer[slot : slot + 1, :length].transpose(1, 2)
-        return held.clone(memory_format=torch.contiguous_format)
+        return buffer[slot : slot + 1, :, :length].clone(memory_format=torch.contiguous_format)
 
     def copy(self, destination: Tensor, source: Tensor, length: int) -> None:
         """Slots ``destination`` get the first ``length`` positions of slots ``source``."""
         for layer in self._slot_layers:
             for buffer in layer.buffers:
-                buffer[destination, :length] = buffer[source, :length]
+                buffer[destination, :, :length] = buffer[source, :, :length]
