@@ -32,8 +32,10 @@ VLLM_TESTS = tests/inference_client/contract $(call MARKED,vllm)
 test: setup lint typecheck   ## lint, types and all fast tests
 	$(BIN)/python -m pytest $(WORKERS)
 
+# some of them: make test-runs RUNS=tests/end_to_end/test_resume.py
+RUNS = $(call MARKED,runs)
 test-runs: setup       ## whole runs and several ranks, a quarter of an hour
-	$(BIN)/python -m pytest $(WORKERS) -m "runs and not slow" $(call MARKED,runs)
+	$(BIN)/python -m pytest $(WORKERS) -m "runs and not slow" $(RUNS)
 
 test-slow: setup       ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not vllm"
