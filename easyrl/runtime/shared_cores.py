@@ -2,10 +2,9 @@
 
 Trainer and embedded server take turns for a good part of each step: while one waits, the other has
 its processors. Who computes holds a lock on a byte of a common file, and has an equal share of the
-processors as threads of torch; a server half of them at most unless it asks for all, since small
-decoding steps get slower with more. One thread while processes that do not share are in the way
-(``contention.py``): the file has the time at which one that shares last began. A lock ends with its
-process, however that ends.
+processors as threads of torch; a server half of them at most, since small decoding steps get slower
+with more. One thread while processes that do not share are in the way (``contention.py``): the file
+has the time at which one that shares last began. A lock ends with its process, however that ends.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class SharedCores:
         file: the same for all that share. None: there is nobody to share with, and the number of
             threads is left as it is.
         num_cores: that are divided.
-        most: of them, that this process has at a time if it does not ask for all; a share. At least
-            one core.
+        most: of them, that this process has at a time; a share. At least one core.
     """
 
     def __init__(
@@ -76,21 +74,10 @@ class SharedCores:
         """For servers that are to share."""
         return {} if self._path is None else {VARIABLE: str(self._path)}
 
-    @property
-    def has_more(self) -> bool:
-        """Whether ``take`` gives more where all cores are asked for."""
-        return self._file is not None and self._most < self._num_cores
-
-    def has_all_it_may(self, all_if_alone: bool) -> bool:
-        """Whether nobody else has computed since ``take``, which gave what was asked for."""
-        wanted = self._num_cores if all_if_alone else self._most
-        return self._others == 0 and torch.get_num_threads() == wanted
-
-    def take(self, *, others_begin: bool = False, all_if_alone: bool = False) -> None:
+    def take(self, *, others_begin: bool = False) -> None:
         """This process computes, with as many threads as the others leave it now.
 
         ``others_begin``: one thread, as somebody else is about to compute who does not yet.
-        ``all_if_alone``: all cores while nobody else computes, more than its ``most``.
         """
         if self._file is None:
             return
@@ -100,10 +87,8 @@ class SharedCores:
             os.pwrite(self._file, struct.pack("q", time.monotonic_ns()), 0)
         num_others = self._end_stretch()
         self._others = None if others_begin else num_others
-        threads = 1 if others_begin else self._share(num_others)
-        if all_if_alone and num_others == 0:
-            threads = self._num_cores
-        _set_threads(self._contention.begin(threads))
+        most = 1 if others_begin else self._share(num_others)
+        _set_threads(self._contention.begin(most))
 
     def adjust(self) -> None:
         """Between two parts of a computation: as many threads as others leave it by now."""

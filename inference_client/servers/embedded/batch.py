@@ -85,11 +85,6 @@ class RunningBatch:
     def num_free(self) -> int:
         return self._max_num_seqs - self.num_admitted
 
-    @property
-    def positions_read(self) -> int:
-        """That the next step's attention reads of slots; 0 if it computes prompts, too."""
-        return 0 if self._prefill else len(self.sequences) * self._longest
-
     def forget_prefixes(self) -> None:
         """What was computed of prompts until now is not used for new sequences."""
         self._prompts.forget()

@@ -34,7 +34,6 @@ from easyrl.inference_client.servers.embedded.requests import (
     UnavailableError,
 )
 from easyrl.inference_client.servers.embedded.sampling import LogprobsMode, UniformStream
-from easyrl.inference_client.servers.embedded.step_threads import StepThreads
 from easyrl.inference_client.servers.embedded.text import StopStrings
 from easyrl.inference_client.servers.embedded.weights import ServedWeights
 from easyrl.runtime.numerics import arithmetic, own_memory
@@ -76,7 +75,6 @@ class EmbeddedEngine:
         cores: SharedCores | None = None,
     ) -> None:
         self._cores = cores or SharedCores()
-        self._threads = StepThreads(self._cores)
         self.news = News()  # of requests that have finished; to be added to in the engine's thread
         self._model = _load_model(model, dtype, device)
         self.tokenizer = load_tokenizer(model)
@@ -302,21 +300,18 @@ class EmbeddedEngine:
 
     def _work(self) -> None:
         start_s = time.perf_counter()
-        with self._threads.step(0 if self._can_admit else self._batch.positions_read):
-            if self._can_admit:
-                self._admit()
-            finished = self._batch.step()
+        self._cores.take()
+        if self._can_admit:
+            count = min(len(self._waiting), self._batch.num_free)
+            sequences = [self._waiting.popleft() for _ in range(count)]
+            with self._lock:
+                self.num_waiting -= count
+            self._batch.add(sequences, self.weights.version)
+        finished = self._batch.step()
         self.stats.busy_s += time.perf_counter() - start_s
         for sequence in finished:
             self._finish(sequence)
         self._report_drained()
-
-    def _admit(self) -> None:
-        count = min(len(self._waiting), self._batch.num_free)
-        sequences = [self._waiting.popleft() for _ in range(count)]
-        with self._lock:
-            self.num_waiting -= count
-        self._batch.add(sequences, self.weights.version)
 
     def _enqueue(self, request: GenerationRequest) -> None:
         params, eos = request.params, self._eos_token_ids
