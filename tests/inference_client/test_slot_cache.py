@@ -62,14 +62,14 @@ def test_slots_hold_what_was_written_however_they_grow_and_move() -> None:
     prefill(cache, references, [5, 1, 9])
     for _ in range(150):  # beyond two capacities
         step(cache, references)
-    started = [Reference() for _ in range(4)]
-    references += started  # more slots while others are in use
+    references += [Reference() for _ in range(4)]  # more slots while others are in use
     for _ in range(70):
         step(cache, references)
     for layer, (keys, values) in enumerate(cache.read(2, 100)):
         for got, expected in zip((keys, values), references[2].states[layer], strict=True):
             assert got.is_contiguous() and torch.equal(got[0], expected[:, :100])
     references[0] = references.pop()  # the last one's slot moves to where the first one ended
-    cache.copy(torch.tensor([0]), torch.tensor([6]), references[0].length)
+    last = torch.tensor([len(references)])
+    cache.copy(torch.tensor([0]), last, references[0].length)
     for _ in range(3):
         step(cache, references)

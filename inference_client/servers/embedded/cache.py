@@ -106,7 +106,7 @@ class SlotCache(Cache):
         self.capacity = (0, 0)  # S, L
         self.num_rows = 0  # B of the current decode step
         self.num_positions = 0  # that its attention sees, the longest sequence's
-        self._positions = torch.arange(0, device=device)  # [B], of the new tokens
+        self._positions: Tensor | None = None  # int64 [B], of the new tokens
         self._write_index: dict[int, Tensor] = {}  # of the step, by number of heads
         self._slot_layers = [SlotLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))
@@ -138,6 +138,7 @@ class SlotCache(Cache):
 
     def write_index(self, heads: int) -> Tensor:
         """int64 [B * H], where each head of each new token lies in a buffer's rows [S * H * L]."""
+        assert self._positions is not None, "begin_step comes before the forward"
         if heads not in self._write_index:
             starts = torch.arange(self.num_rows * heads, device=self._device) * self.capacity[1]
             index = starts.view(-1, heads) + self._positions[:, None]
