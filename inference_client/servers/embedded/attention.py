@@ -106,9 +106,9 @@ def decode_attention(
         key, value: [B, H, L, d], the sequences' own.
         mask: [B, 1, 1, L], added to the scores; each sequence sees one position at least.
     """
-    output, logsumexp = _masked_attention(query, key, value, mask, scale)
     if not shared.prompts:
-        return output
+        return _attention(query, key, value, mask, scale)
+    output, logsumexp = _masked_attention(query, key, value, mask, scale)
     queries = query[shared.rows].transpose(0, 1)  # [H, M, R, d]
     parts: list[Tensor] = []
     part_logsumexps: list[Tensor] = []
@@ -124,6 +124,18 @@ def decode_attention(
     weight = torch.sigmoid(over_prompt_logsumexp - logsumexp[shared.rows])[..., None]
     merged = torch.lerp(output[shared.rows].to(weight.dtype), over_prompt.to(weight.dtype), weight)
     return output.index_copy_(0, shared.rows, merged.to(output.dtype))
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Output [B, H, R, d] of attention under an additive mask."""
+    if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
+        return _masked_attention(query, key, value, mask, scale)[0]
+    # a head of a sequence has few scores: products of all at once cost less than the fused kernel
+    rows, heads, of_each, size = query.shape
+    bias = mask[:, 0].expand(rows, heads, -1).reshape(rows * heads, 1, -1)
+    queries, keys, values = (states.flatten(0, 1) for states in (query, key, value))
+    scores = torch.baddbmm(bias, queries, keys.mT, alpha=scale)
+    return torch.bmm(scores.softmax(-1), values).view(rows, heads, of_each, size)
 
 
 def _masked_attention(

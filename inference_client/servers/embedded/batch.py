@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from easyrl.inference_client.servers.embedded.attention import SharedPrompts
 from easyrl.inference_client.servers.embedded.cache import Prefilled, SlotCache
+from easyrl.inference_client.servers.embedded.decode_forward import DecodeForward
 from easyrl.inference_client.servers.embedded.decode_masks import DecodeMasks
 from easyrl.inference_client.servers.embedded.prefill import Prefill
 from easyrl.inference_client.servers.embedded.prompts import PromptStore
@@ -39,7 +40,10 @@ PREFILL_TOKENS_BESIDE_DECODING = 1024  # running sequences wait no longer for on
 
 
 class RunningBatch:
-    """Up to ``max_num_seqs`` sequences in the middle of their generation."""
+    """Up to ``max_num_seqs`` sequences in the middle of their generation.
+
+    ``decode`` computes decode steps in the place of the model's modules.
+    """
 
     def __init__(
         self,
@@ -49,10 +53,12 @@ class RunningBatch:
         max_model_len: int,
         raw_logprobs: bool,
         masks: DecodeMasks | None = None,
+        decode: DecodeForward | None = None,
     ) -> None:
         self.sequences: list[Sequence] = []  # by row
         self.stats = EngineStats()
         self._model = model
+        self._decode = decode
         self._device, config = model.device, model.config.get_text_config()
         self._zero = torch.zeros((), dtype=model.dtype, device=model.device)
         self._max_num_seqs = max_num_seqs
@@ -183,9 +189,13 @@ class RunningBatch:
         self._cache.begin_step(positions, self._longest)
         # additive and of the model's dtype: made once here instead of from a bool in every layer
         mask: Any = self._masks.of_step(self._zero, self._cache.unwritten(positions), positions)
+        newest, position = self._rows.newest[:num_rows], self._rows.position[:num_rows]
+        if self._decode is not None:
+            shared = self._shared_prompts
+            return self._decode(newest, position, mask, self._cache, shared).float()
         output = self._model(
-            input_ids=self._rows.newest[:num_rows, None],
-            position_ids=self._rows.position[:num_rows, None],
+            input_ids=newest[:, None],
+            position_ids=position[:, None],
             attention_mask=mask,
             past_key_values=self._cache,
             use_cache=True,

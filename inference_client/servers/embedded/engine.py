@@ -24,7 +24,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from easyrl.inference_client.servers.embedded.batch import RunningBatch
-from easyrl.inference_client.servers.embedded.decode_check import check_decoding
+from easyrl.inference_client.servers.embedded.decode_check import (
+    check_decoding,
+    checked_decode_forward,
+)
 from easyrl.inference_client.servers.embedded.decode_masks import DecodeMasks
 from easyrl.inference_client.servers.embedded.news import News
 from easyrl.inference_client.servers.embedded.requests import (
@@ -81,6 +84,8 @@ class EmbeddedEngine:
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
         self.max_model_len = _context_length(self._model, max_model_len)
         masks = _decode_masks(self._model, model, self.max_model_len)
+        # joins parameters: before their memory is kept as what new weights are written into
+        decode = checked_decode_forward(self._model, masks)
         self.max_num_seqs = max_num_seqs
         self.batch_invariant = batch_invariant
         # by other numbers of threads sums are taken in another order
@@ -93,6 +98,7 @@ class EmbeddedEngine:
             max_model_len=self.max_model_len,
             raw_logprobs=logprobs_mode == "raw_logprobs",
             masks=masks,
+            decode=decode,
         )
         self.stats = self._batch.stats
         self._max_queue = max_queue
