@@ -49,6 +49,7 @@ def pack_groups(
     keep_order: bool = True,
     whole_groups: bool = False,
     cost: RowCost = DEFAULT_COST,
+    min_rows: int = 1,
 ) -> list[MicroBatch]:
     """Packs ``groups`` into rows of at most ``max_tokens_per_micro_batch`` tokens as packed.
 
@@ -57,7 +58,8 @@ def pack_groups(
     not fit into a row of its own is split by responses, its prompt repeated, and without
     ``keep_order`` also one that fits, where the rows that this saves are worth it. What cannot be
     split gets a row of its own, however long: a prompt with one response, with ``whole_groups`` a
-    group. The list is empty if no token is trained.
+    group. The list is empty if no token is trained. Without ``keep_order`` there are ``min_rows``
+    rows at least, if groups suffice and each row has ``LEAST_TOKENS``; not with ``padded``.
     """
     sequences: list[TrainedSequence] = []
     members: list[list[int]] = []  # of each group that has some
@@ -70,7 +72,9 @@ def pack_groups(
         return []
     if packing == "prompt" and any(map(_has_episodes, groups)):
         packing = "tree"
-    plan = _PLANS[packing](sequences, members, max_tokens_per_micro_batch, cost, whole_groups)
+    plan = _PLANS[packing](
+        sequences, members, max_tokens_per_micro_batch, cost, whole_groups, min_rows
+    )
     return [packed_row(sequences, plan.order_of(row)) for row in plan.rows(keep_order)]
 
 

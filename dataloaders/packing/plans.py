@@ -20,6 +20,7 @@ from easyrl.dataloaders.packing.row import TrainedSequence
 # What a row takes whatever is in it (weights read, or gathered from other ranks; launches), set to
 # the linear layers' work on this share of a full row's tokens. An assumption: models differ.
 ROW_OVERHEAD = 1 / 8
+LEAST_TOKENS = 256  # of a row that is made for a thread of its own
 
 Rows = list[list[int]]  # of indices; each row in rising order
 
@@ -40,6 +41,7 @@ class RowPlan(ABC):
     budget: int  # tokens of a row
     cost: RowCost
     whole_groups: bool = False  # none is split over rows, also where a row exceeds the budget
+    min_rows: int = 1  # where there is something for each, and the order need not be kept
 
     def __post_init__(self) -> None:
         self.lengths = np.array([len(s.token_ids) for s in self.sequences], dtype=np.int64)
@@ -60,7 +62,11 @@ class RowPlan(ABC):
         """Rows of whole ``parts``."""
         orders = [self.order_of(part) for part in parts]
         items = [Item(o.num_tokens, self.cost_of(o)) for o in orders]
-        rows = (in_order if keep_order else balanced)(items, self.budget)
+        if keep_order:
+            rows = in_order(items, self.budget)
+        else:
+            enough = sum(item.num_tokens for item in items) // LEAST_TOKENS
+            rows = balanced(items, self.budget, min(self.min_rows, enough))
         return [sorted(index for item in row for index in parts[item]) for row in rows]
 
     def neighbours(self, order: SharedOrder) -> Rows:
@@ -124,7 +130,7 @@ class PromptRows(RowPlan):
         """
         parts = [part for members in self.groups for part in self.parts(members)]
         whole = self.filled(parts, keep_order)
-        if keep_order or self.whole_groups or len(whole) == 1:
+        if keep_order or self.whole_groups or len(whole) <= self.min_rows:
             return whole
         everything = self.order_of(np.arange(len(self.sequences)))
         return min(whole, self.neighbours(everything), key=self.price)
@@ -158,14 +164,22 @@ class TreeRows(RowPlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.with_prompts = PromptRows(
-            self.sequences, self.groups, self.budget, self.cost, self.whole_groups
+            self.sequences,
+            self.groups,
+            self.budget,
+            self.cost,
+            self.whole_groups,
+            self.min_rows,
         )
         self.order = lexicographic([s.token_ids for s in self.sequences])
 
     def rows(self, keep_order: bool) -> Rows:
         if not keep_order:
             everything = [index for members in self.groups for index in members]
-            return self.best(everything, self.with_prompts.rows(keep_order=False))
+            with_prompts = self.with_prompts.rows(keep_order=False)
+            if len(with_prompts) <= self.min_rows:
+                return with_prompts
+            return self.best(everything, with_prompts)
         parts = [
             part
             for members in self.groups
@@ -204,19 +218,20 @@ def in_order(items: Sequence[Item], budget: int) -> Rows:
     return rows
 
 
-def balanced(items: Sequence[Item], budget: int) -> Rows:
+def balanced(items: Sequence[Item], budget: int, min_rows: int = 1) -> Rows:
     """Any items together; rows come in the order of their first items.
 
-    For each number of rows from the smallest conceivable on: the costliest item first, always into
-    the cheapest row that has room (LPT: Graham 1969, "Bounds on multiprocessing timing anomalies");
-    where that does not work out, the largest item first, into the first row that has room (first
-    fit decreasing, which needs at most 11/9 of the fewest rows).
+    For each number of rows from ``min_rows`` or the smallest conceivable on: the costliest item
+    first, always into the cheapest row that has room (LPT: Graham 1969, "Bounds on multiprocessing
+    timing anomalies"); where that does not work out, the largest item first, into the first row
+    that has room (first fit decreasing, which needs at most 11/9 of the fewest rows).
     """
     too_large = [i for i, item in enumerate(items) if item.num_tokens > budget]
     others = [i for i, item in enumerate(items) if item.num_tokens <= budget]
     by_cost = sorted(others, key=lambda i: (-items[i].cost, i))
     by_size = sorted(others, key=lambda i: (-items[i].num_tokens, i))
-    count = -(-sum(items[i].num_tokens for i in others) // budget)
+    fewest = -(-sum(items[i].num_tokens for i in others) // budget)
+    count = max(fewest, min_rows - len(too_large))
     while True:
         rows = _fill(items, by_cost, budget, count, cheapest=True)
         rows = rows or _fill(items, by_size, budget, count, cheapest=False)

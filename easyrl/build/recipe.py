@@ -25,10 +25,9 @@ from easyrl.schema import (
     SampleKey,
     TrainedGroup,
 )
-from easyrl.trainer.accumulation import GroupFunctions
+from easyrl.trainer.accumulation import GroupFunctions, PackRows
 from easyrl.trainer.model_outputs import ResponseRows
 
-Pack = Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
 PackFinished = Callable[[Sequence[RolloutGroup]], list[MicroBatch]]
 
 
@@ -60,7 +59,7 @@ def group_functions(config: Config) -> GroupFunctions:
     )
 
 
-def response_rows(recipe: Recipe, run: RunSettings, pack: Pack) -> ResponseRows | None:
+def response_rows(recipe: Recipe, run: RunSettings, pack: PackRows) -> ResponseRows | None:
     """Rows for the models that ``recipe`` asks before the advantages; None: it asks none."""
     if recipe.before_advantages == Models():
         return None
@@ -112,7 +111,7 @@ def pack_in_order(config: Config) -> PackFinished:
     return _pack_finished(_pack_function(config, keep_order=True), lambda c: c.loss_mask)
 
 
-def _pack_function(config: Config, *, keep_order: bool, whole_groups: bool = False) -> Pack:
+def _pack_function(config: Config, *, keep_order: bool, whole_groups: bool = False) -> PackRows:
     """``pack_groups`` as the configuration wants it, with the costs of its model."""
     return partial(
         pack_groups,
@@ -132,5 +131,7 @@ def _packing(config: Config) -> Packing:
     return sharing(config)
 
 
-def _pack_finished(pack: Pack, trained_tokens: Callable[[Completion], np.ndarray]) -> PackFinished:
+def _pack_finished(
+    pack: PackRows, trained_tokens: Callable[[Completion], np.ndarray]
+) -> PackFinished:
     return lambda groups: pack([without_advantages(group, trained_tokens) for group in groups])

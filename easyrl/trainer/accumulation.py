@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Literal, Protocol
 
 import numpy as np
+import torch
 
 from easyrl.engines.base import MetricSums, NonFiniteLossError, TrainEngine
 from easyrl.metrics.batch_metrics import BatchTotals
@@ -76,6 +77,14 @@ class GroupSource(Protocol):
     def interrupt(self, error: BaseException) -> None: ...
 
 
+class PackRows(Protocol):
+    """Makes packed rows, ``min_rows`` at least where there is something for each."""
+
+    def __call__(
+        self, groups: Sequence[TrainedGroup], /, *, min_rows: int = 1
+    ) -> list[MicroBatch]: ...
+
+
 @dataclass(frozen=True)
 class GroupFunctions:
     """The recipe's pure functions of finished groups."""
@@ -86,7 +95,7 @@ class GroupFunctions:
         [Sequence[RolloutGroup], Sequence[np.ndarray], Sequence[GroupOutputs]], list[TrainedGroup]
     ]
     denominator: Callable[[Sequence[RolloutGroup]], float]  # late scalar, docs/recipes.md
-    pack: Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
+    pack: PackRows
     pack_finished: Callable[[Sequence[RolloutGroup]], list[MicroBatch]]  # need not be complete
     dummy: Callable[[], MicroBatch]  # without weight, for a rank that has run out of work
     scored: Callable[[RolloutGroup], RolloutGroup] = lambda group: group  # scores to train with
@@ -221,7 +230,8 @@ class Accumulator:
             said = partial(self._said, outputs, timer)
             for trained in self._trained(self._drains(groups, totals, ahead, timer), said):
                 totals.samples.add(trained)
-                rows = self.functions.pack(self._to_run(trained, compared, totals))
+                to_run = self._to_run(trained, compared, totals)
+                rows = self.functions.pack(to_run, min_rows=self._rows_by_thread())
                 with self._training(timer):
                     rows = self.engine.prepare([outputs.complete(row) for row in rows])
                 for start in range(0, len(rows), self.rows_at_once):
@@ -232,6 +242,13 @@ class Accumulator:
             if not self.is_interruption(error):
                 raise
             totals.interruption = error
+
+    def _rows_by_thread(self) -> int:
+        """As many as this process may train beside one another at the moment."""
+        if self.rows_at_once == 1 or not self.cores:
+            return 1
+        self.cores.take()
+        return min(torch.get_num_threads(), self.rows_at_once)
 
     def _trained(
         self,

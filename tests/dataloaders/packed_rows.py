@@ -29,6 +29,7 @@ def pack(
     packing: Literal["prompt", "tree"] = "prompt",
     keep_order: bool = True,
     whole_groups: bool = False,
+    min_rows: int = 1,
 ) -> list[MicroBatch]:
     return pack_groups(
         groups,
@@ -40,6 +41,7 @@ def pack(
         packing=packing,
         keep_order=keep_order,
         whole_groups=whole_groups,
+        min_rows=min_rows,
     )
 
 

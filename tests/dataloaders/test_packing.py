@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey, Segment
-from tests.dataloaders.packed_rows import MAX_TOKENS, PACKINGS, pack
+from tests.dataloaders.packed_rows import MAX_TOKENS, PACKINGS, pack, trained_tokens
 from tests.recipes import batch_denominator
 from tests.tiny_models import random_group
 
@@ -77,6 +80,31 @@ def test_rows_of_even_cost_from_groups_in_any_order() -> None:
     any_order = pack(groups, budget=14, keep_order=False)
     assert samples_of(any_order) == [[(0, 0), (2, 0)], [(1, 0), (3, 0)]]
     assert samples_of(pack(groups, budget=1000, keep_order=False)) == [[(i, 0) for i in range(4)]]
+
+
+@pytest.mark.parametrize("whole_groups", [False, True])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_rows_for_threads_are_even_and_say_the_same(packing: str, whole_groups: bool) -> None:
+    """Three threads; what fits into one row is shared out by groups where it is enough."""
+    groups = [group_of(20, [50] * 4, i) for i in range(6)]  # 220 tokens each
+    how: dict[str, Any] = dict(budget=10_000, packing=packing, whole_groups=whole_groups)
+    rows = pack(groups, keep_order=False, min_rows=3, **how)
+    assert [len({key.prompt for key in row.sequences}) for row in rows] == [2] * 3
+    (one,) = pack(groups, keep_order=False, **how)
+    assert Counter(trained_tokens(rows)) == Counter(trained_tokens([one]))
+    two = pack(groups[:3], keep_order=False, min_rows=3, **how)
+    assert [len({key.prompt for key in row.sequences}) for row in two] == [2, 1]  # 660 tokens
+    assert len(pack(groups[:2], keep_order=False, min_rows=3, **how)) == 1
+    assert len(pack(groups[:1], keep_order=False, min_rows=3, **how)) == 1  # stays together
+    assert len(pack(groups, keep_order=True, min_rows=3, **how)) == 1
+
+
+def test_more_rows_than_threads_are_packed_as_without_threads() -> None:
+    groups = [group_of(2, [7] * 4, i) for i in range(60)]
+    for packing in PACKINGS:
+        how: dict[str, Any] = dict(budget=56, packing=packing, keep_order=False)
+        few, same = pack(groups, **how), pack(groups, min_rows=2, **how)
+        assert samples_of(few) == samples_of(same)
 
 
 def test_groups_fill_rows_in_parts_where_that_is_worth_the_repeated_prompts() -> None:

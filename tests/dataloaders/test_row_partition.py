@@ -53,6 +53,18 @@ def test_balanced_rows_are_few_and_within_the_budget(items: list[Item], budget: 
 
 
 @BUSY
+@given(ITEMS, st.integers(1, 20), st.integers(2, 4))
+def test_more_rows_than_are_needed(items: list[Item], budget: int, min_rows: int) -> None:
+    rows = balanced(items, budget, min_rows)
+    assert sorted(index for row in rows for index in row) == list(range(len(items)))
+    assert len(rows) >= min(min_rows, len(items))
+    for row in rows:
+        assert sum(items[i].num_tokens for i in row) <= budget or len(row) == 1
+    few = balanced(items, budget)
+    assert rows == few or len(few) < min_rows
+
+
+@BUSY
 @given(ITEMS, st.integers(1, 20))
 def test_rows_in_order_are_closed_only_when_full(items: list[Item], budget: int) -> None:
     rows = in_order(items, budget)

@@ -157,7 +157,7 @@ def test_training_and_waiting_add_up_to_the_wall_time(
         functions=GroupFunctions(
             trained=lambda groups, rewards, said: [TrainedGroup(group, ()) for group in groups],
             denominator=lambda groups: 1.0,
-            pack=lambda trained: [row for _ in trained],
+            pack=lambda trained, min_rows=1: [row for _ in trained],
             pack_finished=lambda groups: [],
             dummy=lambda: row,
         ),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from easyrl.engines.base import MetricSums
 from easyrl.metrics.event_log import ignore
@@ -12,7 +16,7 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import MicroBatch, RolloutGroup
+from easyrl.schema import MicroBatch, RolloutGroup, TrainedGroup
 from easyrl.trainer.accumulation import Accumulator
 from tests.easyrl.trainer.test_without_signal import OTHER, Drains, Engine, group
 from tests.recipes import group_functions, run_settings
@@ -97,3 +101,40 @@ def test_lent_where_training_fails() -> None:
     with pytest.raises(OSError, match="no memory"):
         accumulator.accumulate(cast(Any, RecordedDrains(events)))
     assert "take" in events and events[-1] == "rest"
+
+
+@pytest.fixture
+def cores(tmp_path: Path) -> Iterator[SharedCores]:
+    threads = torch.get_num_threads()
+    shared = SharedCores(tmp_path / "cores", num_cores=3)
+    yield shared
+    shared.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("most", "rows_at_once", "wanted"), [(3, 2, 2), (2, 3, 2), (3, 1, 1)])
+def test_rows_are_asked_for_as_threads_are_lent(
+    cores: SharedCores, most: int, rows_at_once: int, wanted: int
+) -> None:
+    """No more than there is memory for, than cores, and one where rows run one by one."""
+    asked: list[int] = []
+    plain = group_functions(None, run_settings(), max_tokens_per_micro_batch=100)
+
+    def pack(groups: Sequence[TrainedGroup], /, *, min_rows: int = 1) -> list[MicroBatch]:
+        asked.append(min_rows)
+        return plain.pack(groups)
+
+    cores._most = most
+    accumulator = replace(
+        new_accumulator([], Engine(), 100),
+        cores=cores,
+        rows_at_once=rows_at_once,
+        functions=replace(plain, pack=pack),
+    )
+    accumulator.accumulate(cast(Any, RecordedDrains([])))
+    assert asked == [wanted, wanted]
+
+
+def test_one_row_where_cores_are_not_shared() -> None:
+    accumulator = replace(new_accumulator([], Engine(), 100), cores=SharedCores(), rows_at_once=4)
+    assert accumulator._rows_by_thread() == 1
