@@ -131,11 +131,11 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: f
     if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
         return _masked_attention(query, key, value, mask, scale)[0]
     # a head of a sequence has few scores: products of all at once cost less than the fused kernel
-    rows, heads, of_each, size = query.shape
+    rows, heads, of_each, _ = query.shape
     bias = mask[:, 0].expand(rows, heads, -1).reshape(rows * heads, 1, -1)
     queries, keys, values = (states.flatten(0, 1) for states in (query, key, value))
     scores = torch.baddbmm(bias, queries, keys.mT, alpha=scale)
-    return torch.bmm(scores.softmax(-1), values).view(rows, heads, of_each, size)
+    return torch.bmm(scores.softmax(-1), values).view(rows, heads, of_each, -1)
 
 
 def _masked_attention(
