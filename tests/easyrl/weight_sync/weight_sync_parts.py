@@ -92,6 +92,7 @@ def serve(model_dir: Path, copied: str | None = None, dtype: str = "auto", host:
     if copied is not None:
         model = engine._model
         model.set_submodule(copied, copy.deepcopy(model.get_submodule(copied)))
+        engine._batch._decode = None  # decoded by the modules, the copy among them
     with LoopThread("server") as thread:
         app = EmbeddedServer(engine, "model").app()
         runner, url = thread.run(start_site(app, host, 0))
