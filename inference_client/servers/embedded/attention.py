@@ -5,7 +5,7 @@ log-sum-exps (as in training, ``kernels/attention/merged_attention.py``). The qu
 of a prompt make one matrix product per key-value head with its keys; no key or value is copied, for
 none of the samples and for none of the query heads that share a key-value head.
 
-Models call it through transformers' ``AttentionInterface``.
+Models call it through transformers' ``AttentionInterface``, ``decode_forward.py`` by itself.
 
 Shape legend: B sequences, M of them with a prompt held apart, H key-value heads, R query heads of
 each, d head size, P positions of a prompt, L of the sequences' own.
@@ -174,7 +174,7 @@ def _interface(
         assert attention_mask is not None
         shared_prompts.check(module, key, value, attention_mask, others)
         shared_prompts = shared_prompts.shared
-    # on a CPU the kernel below is that of the library, called without its detours
+    # on a CPU what is below computes the same as the library, without its detours
     is_as_usual = shared_prompts is not None and not shared_prompts.prompts
     if shared_prompts is None or (is_as_usual and query.device.type != "cpu"):
         return sdpa_attention_forward(

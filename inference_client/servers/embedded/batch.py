@@ -69,7 +69,7 @@ class RunningBatch:
         self._penalized = TokenCounts(max_num_seqs, int(config.vocab_size), self._device)
         self._feature_counts: Counter[Feature] = Counter()
         self._masks = masks or DecodeMasks()
-        # one sequence alone has nothing to share: its attention stays the model's own; a prompt
+        # one sequence alone has nothing to share: its prompt stays in its slot; a prompt
         # that is read for all of its samples at once has no place for a window of each
         self._shares_prompts = (
             max_num_seqs > 1

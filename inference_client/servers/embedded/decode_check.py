@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 LENGTHS = (14, 9)  # tokens of the sequences
 WINDOW = 5  # shorter than both
 
-
 # tokens int64 [B], positions int64 [B], mask, cache; logits [B, V]
 Decode = Callable[[Tensor, Tensor, Any, SlotCache], Tensor]
 
