@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,6 +22,14 @@ def eventually(condition: Callable[[], object], limit_s: float = 15.0) -> bool:
 
 def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
     assert eventually(condition, limit_s), f"the condition was not met within {limit_s:g} s"
+
+
+async def until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
+    """``wait_until`` in a loop that goes on meanwhile."""
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, f"the condition was not met within {limit_s:g} s"
+        await asyncio.sleep(0.02)
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from easyrl.environments.host_threads import HostThreads
 from easyrl.environments.hosts import EnvironmentHosts
 from tests.easyrl.environments.environment_cases import coroutine, rollout, running, written
 from tests.easyrl.environments.scripted_chat import ScriptedChat, calls, says
+from tests.waiting import until
 
 # a tool in asyncio's own threads, of which it has a few for each core
 TO_THREAD = """
@@ -36,13 +37,6 @@ def wait(seconds: float) -> str:
     time.sleep(seconds)
     return "done"
 """
-
-
-async def until(is_so: Any, limit_s: float = 20.0) -> None:
-    end_s = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < end_s
-        await asyncio.sleep(0.05)
 
 
 @pytest.fixture

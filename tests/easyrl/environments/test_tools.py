@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +21,7 @@ from easyrl.environments.tool_schema import BadArguments, FunctionSchema, docstr
 from easyrl.environments.tools import EndedEpisode, FunctionTool, Tools, tool_episode
 from tests.easyrl.environments.environment_cases import prompt, rollout, running, written
 from tests.easyrl.environments.scripted_chat import ScriptedChat, calls, refuses, says
+from tests.waiting import until
 
 
 class Place(BaseModel):
@@ -203,10 +205,23 @@ async def test_functions_that_hang_do_not_stand_in_the_way_of_others() -> None:
     assert await tools.answer(ToolCall("id", "add", '{"a": 2, "b": 3}')) == ("5", False)
     assert {failed for _, failed in await asked} == {True}
     assert num_hung() >= before + 40 - 1  # one of an earlier test may have ended
-    more = [tools.answer(ToolCall("id", "stuck", '{"seconds": 0.5}')) for _ in range(100)]
-    assert await asyncio.gather(*more) == [("done", False)] * 100  # many at a time are none stuck
-    await asyncio.sleep(1.0)
-    assert num_hung() == 0
+    assert await at_a_time(100) == [("met", False)] * 100  # many at a time are none stuck
+    await until(lambda: num_hung() == 0)
+
+
+async def at_a_time(num_calls: int) -> list[tuple[str, bool]]:
+    """The answers of calls none of which returns before all have begun."""
+    begun = threading.Barrier(num_calls)
+
+    def meet() -> str:
+        """Waits for the others."""
+        begun.wait(60.0)
+        return "met"
+
+    tools = Tools([FunctionTool(meet, timeout_s=60.0)])
+    return await asyncio.gather(
+        *(tools.answer(ToolCall("id", "meet", "{}")) for _ in range(num_calls))
+    )
 
 
 def half(kind: str) -> Any:
