@@ -197,15 +197,20 @@ async def test_what_a_call_is_answered(
 
 
 async def test_functions_that_hang_do_not_stand_in_the_way_of_others() -> None:
-    before = num_hung()
-    tools = tool_set(1.0)
-    hanging = [tools.answer(ToolCall("id", "stuck", '{"seconds": 2}')) for _ in range(40)]
-    asked = asyncio.gather(*hanging)
+    before, may_end = num_hung(), threading.Event()
+
+    def hold() -> str:
+        """Waits until it may end."""
+        return str(may_end.wait(60.0))
+
+    tools = Tools([FunctionTool(hold, timeout_s=1.0), FunctionTool(add, timeout_s=60.0)])
+    asked = asyncio.gather(*(tools.answer(ToolCall("id", "hold", "{}")) for _ in range(40)))
     await asyncio.sleep(0.1)
     assert await tools.answer(ToolCall("id", "add", '{"a": 2, "b": 3}')) == ("5", False)
     assert {failed for _, failed in await asked} == {True}
     assert num_hung() >= before + 40 - 1  # one of an earlier test may have ended
     assert await at_a_time(100) == [("met", False)] * 100  # many at a time are none stuck
+    may_end.set()
     await until(lambda: num_hung() == 0)
 
 
@@ -219,9 +224,8 @@ async def at_a_time(num_calls: int) -> list[tuple[str, bool]]:
         return "met"
 
     tools = Tools([FunctionTool(meet, timeout_s=60.0)])
-    return await asyncio.gather(
-        *(tools.answer(ToolCall("id", "meet", "{}")) for _ in range(num_calls))
-    )
+    asked = [tools.answer(ToolCall("id", "meet", "{}")) for _ in range(num_calls)]
+    return await asyncio.gather(*asked)
 
 
 def half(kind: str) -> Any:
