@@ -13,6 +13,10 @@ from easyrl.schema import Exclusion, FinishedSamples, GatewayGone, Key, RewardEr
 
 # Responses that went through the frozen models in one piece: prompts and numbers of their samples.
 Piece = list[tuple[Key, list[int]]]
+# The first row waits for more until it is half full, at most a third as long again as the first
+# group was waited for (docs/benchmarks.md, "Cores follow the work").
+FILLED_ROW = 1 / 2
+WAIT_FOR_MORE = 1 / 3
 
 
 class ProducerError(RuntimeError):
@@ -155,6 +159,8 @@ class GroupStream:
     def drain_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
         """Waits for one group, then adds those ready now, within ``max_tokens`` packed tokens.
 
+        Before the first are handed out it waits a little for more, where they are few: responses of
+        like lengths finish together, and a small row costs nearly what a large one does.
         While it would wait for that one it calls ``idle``, which does one piece of other work and
         returns True, or returns False where there is none; then it waits for what comes next, a
         group or another response of ``open_samples``, and asks again. A group that is ready is
@@ -172,6 +178,8 @@ class GroupStream:
         else:
             tokens = 0
             while (key := self._next(not groups or self._in_prompt_order, idle)) is not None:
+                if self._num_handed_out == 0 and not self._in_prompt_order:
+                    self._wait_for_more(FILLED_ROW * max_tokens, idle)
                 tokens += self._here[key].num_tokens
                 if groups and tokens > max_tokens:
                     break
@@ -260,6 +268,16 @@ class GroupStream:
                 return None
         return next(iter(self._here))
 
+    def _wait_for_more(self, num_tokens: float, idle: Idle | None) -> None:
+        """Until groups of ``num_tokens`` are here, all are, or it has been long enough."""
+        self.first_group_wait_s = self.wait_s
+        end_s = time.monotonic() + WAIT_FOR_MORE * self.wait_s
+        while self._has_more and sum(r.num_tokens for r in self._here.values()) < num_tokens:
+            if (left_s := end_s - time.monotonic()) <= 0:
+                break
+            if idle is None or not self._does_other_work(idle):
+                self._receive(block=True, limit_s=left_s)
+
     def _does_other_work(self, idle: Idle) -> bool:
         """False if there is nothing to do but wait. Otherwise the queue may have been read."""
         if self._receive(block=False):
@@ -267,11 +285,12 @@ class GroupStream:
         self.open_samples.listen()  # before the look: what returns behind it must be noticed
         return idle()
 
-    def _receive(self, block: bool) -> bool:
-        """Takes what comes next off the queue. False if there is nothing and it may not wait."""
+    def _receive(self, block: bool, limit_s: float | None = None) -> bool:
+        """Takes what comes next off the queue. False if there is nothing and it may not wait, or
+        not longer than ``limit_s``."""
         start = time.monotonic()
         try:
-            item = self._ready.get(block)
+            item = self._ready.get(block, limit_s)
         except queue.Empty:
             return False
         finally:

@@ -280,6 +280,73 @@ def test_an_interrupt_from_a_signal_handler_wakes_the_main_thread():
             signal.signal(signal.SIGUSR1, before)
 
 
+WAITED_S = 60.0  # so that the first row waits 20 s for more
+GROUP_TOKENS = 4 + 5 * G
+
+
+@contextmanager
+def with_one_ready(count: int):
+    """A stream of ``count`` groups that has waited long for the first, which alone is ready."""
+    generate = ScriptedGenerate(open_indices=[0])
+    with LoopThread() as thread:
+        stream = generator(thread, generate).produce(prompts(count), "v")
+        wait_until(lambda: stream.waiting == 1)
+        stream.wait_s = WAITED_S
+        yield stream, lambda index: generate.release(thread, index)
+
+
+def test_the_first_row_waits_for_more_until_all_are_there():
+    with with_one_ready(2) as (stream, release):
+        threading.Timer(0.3, release, [1]).start()
+        assert indices(stream.drain_ready(10_000)) == [0, 1]
+        assert stream.first_group_wait_s == pytest.approx(WAITED_S, abs=0.1)  # it was there by then
+        assert stream.wait_s > WAITED_S + 0.2
+
+
+def test_the_first_row_waits_for_no_more_than_half_of_it():
+    with with_one_ready(3) as (stream, release):
+        threading.Timer(0.3, release, [1]).start()
+        assert indices(stream.drain_ready(4 * GROUP_TOKENS)) == [0, 1]
+        release(2)
+        assert indices(stream.drain_ready(4 * GROUP_TOKENS)) == [2]
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_row_that_is_half_full_waits_for_nothing(tokens):
+    with with_one_ready(2) as (stream, release):
+        assert indices(stream.drain_ready(tokens * GROUP_TOKENS)) == [0]
+        assert stream.wait_s < WAITED_S + 5
+        release(1)
+        assert indices(stream.drain_ready(10_000)) == [1]
+
+
+def test_later_rows_do_not_wait_for_more():
+    with with_one_ready(3) as (stream, release):
+        assert indices(stream.drain_ready(1)) == [0]
+        release(1)
+        wait_until(lambda: stream.waiting == 1)
+        assert indices(stream.drain_ready(10_000)) == [1]
+        release(2)
+        assert indices(stream.drain_ready(10_000)) == [2]
+
+
+def test_the_first_row_waits_a_third_as_long_again_as_for_the_first_group():
+    with with_one_ready(2) as (stream, release):
+        stream.wait_s = 0.9
+        assert indices(stream.drain_ready(10_000)) == [0]
+        assert 1.15 <= stream.wait_s < 6
+        release(1)
+        assert indices(stream.drain_ready(10_000)) == [1]
+
+
+def test_an_interrupt_ends_the_waiting_for_more():
+    with with_one_ready(2) as (stream, _):
+        threading.Timer(0.3, stream.interrupt, [Stop("SIGTERM")]).start()
+        with pytest.raises(Stop):
+            stream.drain_ready(10_000)
+        stream.close()
+
+
 def test_a_group_is_queued_from_its_last_score_until_it_is_taken():
     told: list[tuple[str, float, float, int]] = []
     generate = ScriptedGenerate(open_indices=[1])
