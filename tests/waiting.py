@@ -26,10 +26,9 @@ def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
 
 async def until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
     """``wait_until`` in a loop that goes on meanwhile."""
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s, f"the condition was not met within {limit_s:g} s"
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

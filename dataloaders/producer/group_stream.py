@@ -161,10 +161,10 @@ class GroupStream:
 
         Before the first are handed out it waits a little for more, where they are few: responses of
         like lengths finish together, and a small row costs nearly what a large one does.
-        While it would wait for that one it calls ``idle``, which does one piece of other work and
-        returns True, or returns False where there is none; then it waits for what comes next, a
-        group or another response of ``open_samples``, and asks again. A group that is ready is
-        seen between two pieces; the time they take does not count as waiting.
+        While it would wait it calls ``idle``, which does one piece of other work and returns True,
+        or returns False where there is none; then it waits for what comes next, a group or another
+        response of ``open_samples``, and asks again. A group that is ready is seen between two
+        pieces; the time they take does not count as waiting.
         In prompt order it waits for each next group instead, until one does not fit, so that what
         comes together is a matter of order and size alone. Empty when the batch is complete. The
         first group is returned whatever its size.

@@ -339,6 +339,20 @@ def test_the_first_row_waits_a_third_as_long_again_as_for_the_first_group():
         assert indices(stream.drain_ready(10_000)) == [1]
 
 
+def test_while_it_waits_for_more_other_work_is_done():
+    pieces = []
+
+    def idle() -> bool:
+        pieces.append(None)
+        if len(pieces) == 3:
+            release(1)
+        return len(pieces) < 4
+
+    with with_one_ready(2) as (stream, release):
+        assert indices(stream.drain_ready(10_000, idle)) == [0, 1]
+    assert len(pieces) >= 3
+
+
 def test_an_interrupt_ends_the_waiting_for_more():
     with with_one_ready(2) as (stream, _):
         threading.Timer(0.3, stream.interrupt, [Stop("SIGTERM")]).start()

@@ -16,6 +16,7 @@ from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.schema import Completion
 from tests.inference_client.fake_endpoint import FakeEndpoint
+from tests.waiting import until as until
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 SAMPLING = SamplingConfig(max_tokens=8)
@@ -88,12 +89,6 @@ def repairer(pool: EndpointPool, version: str = V1) -> Any:
 
     repair.repaired = []  # type: ignore[attr-defined]
     return repair
-
-
-async def until(condition: Any, limit_s: float = 20.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def open_all(tasks: list[asyncio.Task], *group: FakeEndpoint) -> None:

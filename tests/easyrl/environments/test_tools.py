@@ -203,7 +203,7 @@ async def test_functions_that_hang_do_not_stand_in_the_way_of_others() -> None:
         """Waits until it may end."""
         return str(may_end.wait(60.0))
 
-    tools = Tools([FunctionTool(hold, timeout_s=1.0), FunctionTool(add, timeout_s=60.0)])
+    tools = Tools([FunctionTool(hold, timeout_s=1.0), FunctionTool(add, timeout_s=10.0)])
     asked = asyncio.gather(*(tools.answer(ToolCall("id", "hold", "{}")) for _ in range(40)))
     await asyncio.sleep(0.1)
     assert await tools.answer(ToolCall("id", "add", '{"a": 2, "b": 3}')) == ("5", False)
