@@ -21,7 +21,7 @@ from transformers import (
 from easyrl.inference_client.servers.embedded.attention import SharedPrompts
 from easyrl.inference_client.servers.embedded.cache import SlotCache, StatesOfLayers
 from easyrl.inference_client.servers.embedded.decode_check import checked_decode_forward
-from easyrl.inference_client.servers.embedded.decode_forward import DecodeForward
+from easyrl.inference_client.servers.embedded.decode_forward import DecodeForward, _Angles, _Norm
 from easyrl.inference_client.servers.embedded.decode_masks import DecodeMasks
 from easyrl.inference_client.servers.embedded.prefill import states_of_layers
 from tests.tiny_models import VOCAB_SIZE, Family, tiny_config, tiny_model
@@ -99,6 +99,47 @@ def test_it_says_what_the_model_says(family: Family, tied: bool) -> None:
     """Of sequences of unequal lengths, two of them behind a prompt that is held apart."""
     model = random_model(family, tied=tied)
     compare(model, forward_of(model))
+
+
+ROTARY: dict[str, dict[str, object]] = {  # by kind, the rest of its settings
+    "default": {},
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
+    "dynamic": {"factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+def test_angles_have_the_bits_of_the_models_own(kind: str) -> None:
+    """Also far behind the sequences of other tests; the signs are of the sines' first halves."""
+    settings = {"rope_type": kind, "rope_theta": 10_000.0, **ROTARY[kind]}
+    model: Any = tiny_model("qwen3", rope_parameters=settings)
+    rotary = model.model.rotary_emb
+    positions, hidden = torch.tensor([0, 1, 77, 511]), torch.zeros(4, 32)
+    cos, signed = _Angles(rotary)(hidden, positions)
+    own_cos, own_sin = rotary(hidden[:, None], positions[:, None])
+    assert torch.equal(cos, own_cos)
+    half = own_sin.shape[-1] // 2
+    assert torch.equal(signed, torch.cat((-own_sin[..., :half], own_sin[..., half:]), -1))
+
+
+def test_norms_are_in_the_precision_of_the_models_own() -> None:
+    """Long and short vectors, in bf16: where float32 is left too early, 1e-2 and more is lost."""
+    weight = nn.Parameter(torch.rand(64, dtype=torch.bfloat16) + 0.5, requires_grad=False)
+    module: Any = nn.Module()
+    module.weight, module.variance_epsilon = weight, 1e-6
+    scales = torch.tensor([1e-4, 1.0, 1e4])[:, None]
+    x = (torch.randn(3, 64) * scales).bfloat16()
+    expected = nn.functional.rms_norm(x.float(), (64,), weight.float(), 1e-6)
+    found = _Norm.of(module)(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=0)
+
+
+def test_other_epsilons_of_queries_and_keys_stay_with_the_modules() -> None:
+    model: Any = random_model("qwen3")
+    model.model.layers[1].self_attn.k_norm.variance_epsilon = 1e-3
+    assert checked_decode_forward(model, DecodeMasks()) is None
 
 
 @pytest.mark.parametrize("family", DENSE)

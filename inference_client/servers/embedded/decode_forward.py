@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, rms_norm
+from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from easyrl.inference_client.servers.embedded.attention import SharedPrompts, decode_attention
@@ -38,16 +38,50 @@ class _Norm:
     """RMSNorm."""
 
     weight: Tensor
-    eps: float
+    eps: Tensor  # float32 []; float64 of a float64 model
 
     @classmethod
     def of(cls, module: Any) -> _Norm:
         if set(dict(module.named_parameters())) != {"weight"}:
             raise OtherBlock(f"a {type(module).__name__}")
-        return cls(module.weight, module.variance_epsilon)
+        weight = module.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        eps = torch.tensor(module.variance_epsilon, dtype=wide, device=weight.device)
+        return cls(weight, eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        """``x`` [..., n], contiguous or not; the result is."""
+        return self.scaled(x).mul_(self.weight)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """``x`` over the root of its mean square, without the weight. On a CPU
+        ``torch.nn.functional.rms_norm`` takes twice as many operations."""
+        wide = x.to(self.eps.dtype)
+        size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        mean_square = torch.addcmul(self.eps, size, size, value=1 / x.shape[-1])
+        return (wide * mean_square.rsqrt_()).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _HeadNorms:
+    """RMSNorm of each query head and of each key head, of all at once but for the weights."""
+
+    query: _Norm
+    key: _Norm
+
+    @classmethod
+    def of(cls, query: Any, key: Any) -> _HeadNorms:
+        norms = cls(_Norm.of(query), _Norm.of(key))
+        if norms.query.eps != norms.key.eps:
+            raise OtherBlock("queries and keys normed with different epsilons")
+        return norms
+
+    def __call__(self, heads: Tensor, num_queries: int) -> Tensor:
+        """``heads`` [B, queries and keys, d]."""
+        normed = self.query.scaled(heads)
+        normed[:, :num_queries].mul_(self.query.weight)
+        normed[:, num_queries:].mul_(self.key.weight)
+        return normed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,9 +140,9 @@ class _Block:
         self._before_attention = _Norm.of(layer.input_layernorm)
         self._before_mlp = _Norm.of(layer.post_attention_layernorm)
         self._qkv = _Product.of(attention.q_proj, attention.k_proj, attention.v_proj)
-        has_norms = hasattr(attention, "q_norm")
-        self._query_norm = _Norm.of(attention.q_norm) if has_norms else None
-        self._key_norm = _Norm.of(attention.k_norm) if has_norms else None
+        self._head_norms: _HeadNorms | None = None
+        if hasattr(attention, "q_norm"):
+            self._head_norms = _HeadNorms.of(attention.q_norm, attention.k_norm)
         self._output = _Product.of(attention.o_proj)
         self._gate_up = _Product.of(mlp.gate_proj, mlp.up_proj)
         self._down = _Product.of(mlp.down_proj)
@@ -125,12 +159,12 @@ class _Block:
         """``hidden`` [B, D], in place."""
         num_rows, heads, kv_heads = len(hidden), self._heads, self._kv_heads
         states = self._qkv(self._before_attention(hidden)).view(num_rows, -1, self._size)
-        query, key, value = states.split([heads, kv_heads, kv_heads], 1)
-        if self._query_norm is not None and self._key_norm is not None:
-            query, key = self._query_norm(query), self._key_norm(key)
-        query, key = _turned(query, *angles), _turned(key, *angles)
+        compared, value = states.split([heads + kv_heads, kv_heads], 1)
+        if self._head_norms is not None:
+            compared = self._head_norms(compared, heads)
+        query, key = _turned(compared, *angles).split([heads, kv_heads], 1)
         keys, values = cache.update(key[:, :, None], value[:, :, None], self._number)
-        query = query.view(num_rows, kv_heads, -1, self._size)
+        query = query.reshape(num_rows, kv_heads, -1, self._size)
         output = decode_attention(query, keys, values, mask, shared, self._number, self._scale)
         self._output.add_to(hidden, output.reshape(num_rows, -1))
         gate, up = self._gate_up(self._before_mlp(hidden)).chunk(2, 1)
@@ -153,7 +187,7 @@ class DecodeForward:
         if type(base.embed_tokens) is not nn.Embedding:
             raise OtherBlock(f"a {type(base.embed_tokens).__name__}")
         self._embedding = base.embed_tokens.weight
-        self._rotary = base.rotary_emb
+        self._angles = _Angles(base.rotary_emb)
         self._norm = _Norm.of(base.norm)
         self._head = _Product.of(whole.lm_head)
         self._blocks = [_Block(layer, number) for number, layer in enumerate(base.layers)]
@@ -176,11 +210,33 @@ class DecodeForward:
             shared: the prompts that are held apart.
         """
         hidden = embedding(tokens, self._embedding)
-        cos, sin = self._rotary(hidden[:, None], positions[:, None])  # [B, 1, d]
-        angles = (cos, _signed(sin))
+        angles = self._angles(hidden, positions)
         for block in self._blocks:
             hidden = block(hidden, angles, mask, cache, shared)
         return self._head(self._norm(hidden))
+
+
+class _Angles:
+    """Cosines and signed sines of rotary embedding, by positions.
+
+    The plain kind's in few operations, with the bits of the model's own module, which computes the
+    other kinds: their frequencies may depend on the longest sequence.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._is_plain = getattr(module, "rope_type", None) == "default"
+
+    def __call__(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """For ``positions`` int64 [B], in the dtype of ``hidden``: [B, 1, d] each."""
+        if not self._is_plain:
+            cos, sin = self._module(hidden[:, None], positions[:, None])
+            return cos, _signed(sin)
+        turns = (positions[:, None].float() * self._module.inv_freq.float())[:, None]
+        cos, sin = turns.cos(), turns.sin()
+        scaling = self._module.attention_scaling
+        angles = torch.cat((cos, cos), -1) * scaling, torch.cat((-sin, sin), -1) * scaling
+        return angles[0].to(hidden.dtype), angles[1].to(hidden.dtype)
 
 
 def _check_parts(module: nn.Module, needed: set[str], possible: Set[str] = frozenset()) -> None:
