@@ -38,7 +38,7 @@ from easyrl.weight_sync.challenge import (
     UnknownSlices,
     answers_digest,
 )
-from easyrl.weight_sync.push import ANSWER_TIMEOUT_S
+from easyrl.weight_sync.push import ANSWER_TIMEOUT_S, together
 from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
@@ -306,11 +306,20 @@ async def prove_weights(
     ``ProofFailed`` naming the first wrong tensor, ``OtherVersionShown``, ``EndpointError`` without
     an answer.
     """
+    if not bits:
+        await _check_stamp(endpoint, stamp)
+        return None
+    _, shown = await together(
+        _check_stamp(endpoint, stamp), prove_tensors(endpoint, weights, layout)
+    )
+    return shown
+
+
+async def _check_stamp(endpoint: Endpoint, stamp: str) -> None:
     shown = await endpoint.client.weight_version(ANSWER_TIMEOUT_S)
     if shown != stamp:
         why = other_run(stamp, shown)
         raise OtherVersionShown(endpoint.url, f"serves version {shown!r}, not {stamp!r}{why}")
-    return await prove_tensors(endpoint, weights, layout) if bits else None
 
 
 async def prove_tensors(

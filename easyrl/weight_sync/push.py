@@ -155,15 +155,13 @@ class WeightPusher:
         computed in between by half of either may have gone into an external cache, too. Blocks that
         are being moved there are in use for a moment.
         """
-        if proof is not None:
-            await endpoint.client.accept_proof(bytes.fromhex(proof.nonce))
-        for pause_s in (*RETRY_PAUSES_S, None):
-            if await endpoint.client.reset_prefix_cache():
-                break
-            if pause_s is None:
-                raise EndpointError(endpoint.url, "did not reset its prefix cache: blocks in use")
-            await asyncio.sleep(pause_s)
-        await endpoint.client.resume()
+        client = endpoint.client
+        if proof is None:
+            await _reset_prefix_cache(client)
+        else:
+            accepting = client.accept_proof(bytes.fromhex(proof.nonce))
+            await together(accepting, _reset_prefix_cache(client))
+        await client.resume()
         self._paused.pop(endpoint.url, None)
 
     async def let_go(self, endpoint: Endpoint) -> None:
@@ -184,7 +182,8 @@ class WeightPusher:
     async def stamp(self, endpoint: Endpoint, version: str, *, checks_start: bool) -> None:
         """Has ``endpoint`` serve what it was given, and has proved, under ``version``.
 
-        Raises ``EndpointError``, also if it has restarted: asked twice if ``checks_start``.
+        Raises ``EndpointError``, also if it has restarted. In the moment before the stamp it may
+        have, unseen: ``check_start`` has to follow, and does here if ``checks_start``.
         """
         given, client = self._given[endpoint.url], endpoint.client
         shown = await client.weight_version(ANSWER_TIMEOUT_S)
@@ -195,8 +194,12 @@ class WeightPusher:
         await client.set_weight_version(version, ANSWER_TIMEOUT_S)
         await self._unload_others(endpoint)
         if checks_start and given.artifact is not None:
-            # it may have restarted just before the stamp, and would refuse: no trainer is known
-            await client.prove_weights(secrets.token_bytes(NONCE_BYTES), {})
+            await self.check_start(endpoint)
+
+    async def check_start(self, endpoint: Endpoint) -> None:
+        """Raises ``EndpointError`` if ``endpoint`` has restarted since it was pushed to: it refuses
+        a proof then, since it knows of no trainer."""
+        await endpoint.client.prove_weights(secrets.token_bytes(NONCE_BYTES), {})
 
     async def disown(self, endpoint: Endpoint, weights: Target) -> None:
         """``endpoint`` failed: it counts as restarted, and keeps no stamp that requests ask for.
@@ -259,12 +262,29 @@ class WeightPusher:
         await client.set_weight_version(stamp, ANSWER_TIMEOUT_S)
 
 
+async def together(*work: Awaitable[T]) -> list[T]:
+    """The results of ``work``, all of which has ended then; raises what went wrong with the first
+    that failed, in the order given."""
+    results: list[T] = []
+    for outcome in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
+    return results
+
+
 async def _each(endpoints: Sequence[Endpoint], work: Callable[[Endpoint], Awaitable[None]]) -> None:
     """Does ``work`` with all to its end; raises what went wrong with the first of them."""
-    attempts = (while_up(endpoint, work(endpoint)) for endpoint in endpoints)
-    for outcome in await asyncio.gather(*attempts, return_exceptions=True):
-        if outcome is not None:
-            raise outcome
+    await together(*(while_up(endpoint, work(endpoint)) for endpoint in endpoints))
+
+
+async def _reset_prefix_cache(client: EndpointClient) -> None:
+    for pause_s in (*RETRY_PAUSES_S, None):
+        if await client.reset_prefix_cache():
+            return
+        if pause_s is None:
+            raise EndpointError(client.url, "did not reset its prefix cache: blocks in use")
+        await asyncio.sleep(pause_s)
 
 
 async def _open_update(client: EndpointClient) -> None:

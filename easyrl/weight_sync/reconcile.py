@@ -30,7 +30,7 @@ from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
 from easyrl.weight_sync.broadcasting import BroadcastFailed, TensorTee
 from easyrl.weight_sync.canary import Expect
 from easyrl.weight_sync.proof import Probe, ProofFailed, Prover, Shown
-from easyrl.weight_sync.push import GIVING_UP_S, WeightPusher, still_answers, while_up
+from easyrl.weight_sync.push import GIVING_UP_S, WeightPusher, still_answers, together, while_up
 from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,10 @@ class Reconciler:
             async with self._locks[endpoint.url]:
                 on_sampling()
                 with self._span(endpoint, "canary"):
-                    await self.prover.compare_samples(endpoint, weights.version, expect, shown)
+                    await together(
+                        self.pusher.check_start(endpoint),
+                        self.prover.compare_samples(endpoint, weights.version, expect, shown),
+                    )
 
         try:
             await while_up(endpoint, compare_samples())
@@ -259,9 +262,8 @@ class Reconciler:
                     with self._span(endpoint, "canary"):
                         await self.prover.compare_samples(endpoint, stamp, expect, shown)
                 if stamp != weights.version:
-                    await self.pusher.stamp(
-                        endpoint, weights.version, checks_start=self.prover.reads_bits
-                    )
+                    checks_start = self.prover.reads_bits and not shown.owes_canary
+                    await self.pusher.stamp(endpoint, weights.version, checks_start=checks_start)
                 return shown
             except EndpointError as error:
                 if isinstance(error, EndpointUnavailable) and not await still_answers(endpoint):

@@ -468,17 +468,37 @@ def test_a_canary_follows_the_stamp_of_one_that_has_passed_canaries_since_it_sta
         assert parts.client.calls == [*PUSH, *PROVED, *STAMPED]
         shown = await parts.next()
         assert shown.owes_canary and shown.reading is None
-        assert parts.client.calls == [*PUSH[1:], *PROVED[:-1], *STAMPED]
+        assert parts.client.calls == [*PUSH[1:], *PROVED[:-1], "stamp"]
         assert parts.client.version == VERSION
         parts.client.calls.clear()
         assert await parts.compare(shown) is shown
-        assert parts.client.calls == ["sample"]
+        assert parts.client.calls == ["ask", "sample"]  # whether it has restarted, beside them
         assert not shown.owes_canary and shown.reading == CanaryReading(0.0, 0.0, 0.0, 1)
         await parts.next()
         parts.client.version = "default"  # it restarts
         parts.client.calls.clear()
         assert not (await parts.reconcile()).owes_canary
         assert parts.client.calls == [*PUSH, *PROVED, *STAMPED]
+
+    asyncio.run(story())
+
+
+def test_a_restart_just_before_a_stamp_that_the_canary_follows_is_noticed_beside_it():
+    """The new process takes the stamp, and what it samples is what is expected."""
+
+    async def story():
+        parts = Following()
+        await parts.reconcile()
+        shown = await parts.next()
+        parts.endpoint.confirmed_version = VERSION
+        unknown = EndpointError(URL, "no trainer has announced itself")
+        parts.client.script["ask"] = failing(unknown)
+        with pytest.raises(EndpointUnavailable, match="no trainer has announced itself"):
+            await parts.compare(shown)
+        assert parts.endpoint.confirmed_version is None and "quarantine" in parts.pool.events
+        assert parts.client.version == UPDATING
+        assert not parts.prover.has_passed(URL)
+        assert not (await parts.reconcile()).owes_canary
 
     asyncio.run(story())
 
