@@ -26,14 +26,18 @@ _LONGEST_PATH = 96
 
 
 class _Places(NamedTuple):
-    """Where the tokens of a row lie in the batch."""
+    """Where the tokens of a row lie in the batch, head by head: places are of vectors [D].
 
-    queries: Tensor  # int64 [S · n], row positions; a segment's last stands for what is padded
+    A row's vectors are those of its tokens, of each token's heads in turn; the batch's those of its
+    segments, of each segment's key heads, of each of these the query heads, of each of these the
+    queries.
+    """
+
+    queries: Tensor  # int64 [S · Hq · n], in the row; a segment's last stands for what is padded
     padded: Tensor  # int64, which of these are padded
-    back: Tensor  # int64 [T], of each token's own query among these
-    keys: Tensor  # int64 [S · K], row positions; a path's last stands for what is padded
-    mask: Tensor  # float32 [S, 1, n, K], 0 where a query sees a key, else -inf
-    num_queries: int  # n
+    back: Tensor  # int64 [T · Hq], of each query vector of the row among these
+    keys: Tensor  # int64 [S · Hkv · K], in the row; a path's last stands for what is padded
+    mask: Tensor  # [S · Hkv, R · n, K], 0 where a query sees a key, else -inf
     num_keys: int  # K
 
 
@@ -61,71 +65,60 @@ class _PaddedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout, scale: float
     ) -> Tensor:
-        places = layout.derived(_places, query.device)
-        repeats = query.shape[1] // key.shape[1]
-        q = _gather(query, places.queries, places.num_queries, repeats).mul_(scale)
-        k, v = (_gather(x, places.keys, places.num_keys, 1) for x in (key, value))
-        mask = places.mask.to(q.dtype).expand(-1, key.shape[1] * repeats, -1, -1)
-        mask = mask.reshape(len(q), -1, places.num_keys)
-        weights = torch.baddbmm(mask, q, k.mT).softmax(2)
+        num_heads = query.shape[1], key.shape[1]
+        places = layout.derived(_places, *num_heads, query.dtype, query.device)
+        batch = len(places.mask)  # S · Hkv
+        q = _vectors(query).index_select(0, places.queries).view(batch, -1, query.shape[3])
+        k, v = (
+            _vectors(x).index_select(0, places.keys).view(batch, places.num_keys, -1)
+            for x in (key, value)
+        )
+        weights = torch.baddbmm(places.mask, q, k.mT, alpha=scale).softmax(2)
         mixed = torch.bmm(weights, v)
         ctx.save_for_backward(q, k, v, weights)
-        ctx.places, ctx.scale, ctx.shape = places, scale, query.shape
-        return _by_token(mixed, places.back, places.num_queries, query.shape)
+        ctx.places, ctx.scale, ctx.num_heads = places, scale, num_heads
+        return _by_token(mixed, places.back, num_heads[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, weights = ctx.saved_tensors
-        places, shape = ctx.places, ctx.shape
-        repeats = q.shape[1] // places.num_queries
-        grad = _gather(grad_output, places.queries, places.num_queries, repeats, places.padded)
+        places, (num_queries, num_keys) = ctx.places, ctx.num_heads
+        grad = _vectors(grad_output).index_select(0, places.queries)
+        grad = grad.index_fill_(0, places.padded, 0).view(q.shape)
         grad_v = torch.bmm(weights.mT, grad)
         grad_weights = torch.bmm(grad, v.mT)
         grad_scores = torch._softmax_backward_data(grad_weights, weights, 2, weights.dtype)
-        grad_q = torch.bmm(grad_scores, k).mul_(ctx.scale)
-        grad_k = torch.bmm(grad_scores.mT, q)
+        grad_q = torch.baddbmm(q, grad_scores, k, beta=0, alpha=ctx.scale)
+        grad_k = torch.baddbmm(k, grad_scores.mT, q, beta=0, alpha=ctx.scale)
+        num_tokens = grad_output.shape[2]
         return (
-            _by_token(grad_q, places.back, places.num_queries, shape),
-            *(_sum_by_token(x, places, shape) for x in (grad_k, grad_v)),
+            _by_token(grad_q, places.back, num_queries),
+            *(_sum_by_token(x, places.keys, num_keys, num_tokens) for x in (grad_k, grad_v)),
             None,
             None,
         )
 
 
-def _gather(
-    x: Tensor, index: Tensor, num_rows: int, repeats: int, without: Tensor | None = None
-) -> Tensor:
-    """``x`` [1, Hkv · R, T, D] at ``index`` [S · n], zeros at ``without``: [S · Hkv, R · n, D]."""
-    _, num_heads, _, size = x.shape
-    rows = x[0].transpose(0, 1).flatten(1).index_select(0, index)
-    if without is not None:
-        rows.index_fill_(0, without, 0)
-    by_head = rows.view(-1, num_rows, num_heads // repeats, repeats, size).permute(0, 2, 3, 1, 4)
-    return by_head.reshape(-1, repeats * num_rows, size)
+def _vectors(x: Tensor) -> Tensor:
+    """``x`` [1, H, T, D] as [T · H, D]; of a projection's result it is the same memory."""
+    return x[0].transpose(0, 1).reshape(-1, x.shape[3])
 
 
-def _rows(batch: Tensor, num_rows: int, num_heads: int) -> Tensor:
-    """``batch`` [S · Hkv, R · n, D] as [S · n, Hq · D]."""
-    size = batch.shape[-1]
-    by_head = batch.view(-1, num_heads, num_rows, size)
-    return by_head.transpose(1, 2).reshape(-1, num_heads * size)
+def _by_token(batch: Tensor, back: Tensor, num_heads: int) -> Tensor:
+    """``batch`` [S · Hkv, R · n, D] as [1, Hq, T, D]."""
+    size = batch.shape[2]
+    return (
+        batch.view(-1, size).index_select(0, back).view(-1, num_heads, size).transpose(0, 1)[None]
+    )
 
 
-def _by_token(batch: Tensor, back: Tensor, num_rows: int, shape: torch.Size) -> Tensor:
-    """``batch`` [S · Hkv, R · n, D] as [1, Hq, T, D], ``shape``."""
-    _, num_heads, num_tokens, size = shape
-    rows = _rows(batch, num_rows, num_heads).index_select(0, back)
-    return rows.view(num_tokens, num_heads, size).transpose(0, 1)[None]
-
-
-def _sum_by_token(batch: Tensor, places: _Places, shape: torch.Size) -> Tensor:
+def _sum_by_token(batch: Tensor, keys: Tensor, num_heads: int, num_tokens: int) -> Tensor:
     """Gradients of the copies, ``batch`` [S · Hkv, K, D], as those of the row: [1, Hkv, T, D]."""
-    num_tokens, size = shape[2], shape[3]
-    num_heads = batch.shape[0] * places.num_keys // len(places.keys)
+    size = batch.shape[2]
     dtype = torch.promote_types(batch.dtype, torch.float32)
-    total = batch.new_zeros(num_tokens, num_heads * size, dtype=dtype)
-    total.index_add_(0, places.keys, _rows(batch, places.num_keys, num_heads).to(dtype))
+    total = batch.new_zeros(num_tokens * num_heads, size, dtype=dtype)
+    total.index_add_(0, keys, batch.view(-1, size).to(dtype))
     return total.to(batch.dtype).view(num_tokens, num_heads, size).transpose(0, 1)[None]
 
 
@@ -136,27 +129,34 @@ def _suits(layout: SegmentLayout) -> bool:
     return longest_path <= _LONGEST_PATH and work <= _MOST_WORK * layout.num_pairs
 
 
-def _places(layout: SegmentLayout, device: torch.device) -> _Places:
+def _places(
+    layout: SegmentLayout, num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
+) -> _Places:
+    """Of ``num_queries`` heads over ``num_keys``."""
     (paths,) = layout.paths(torch.device("cpu"))
     lengths = torch.tensor([length for _, length, _ in layout.segments])
     key_lengths = torch.tensor(layout.path_lengths)
-    num_queries, num_keys = int(lengths.max()), int(key_lengths.max())
-    query, key = torch.arange(num_queries), torch.arange(num_keys)
+    query, key = torch.arange(int(lengths.max())), torch.arange(int(key_lengths.max()))
     starts = (paths.query_starts[:-1, None].long(), paths.key_starts[:-1, None].long())
     own = query < lengths[:, None]  # [S, n]
     queries = starts[0] + query.minimum(lengths[:, None] - 1)
-    keys = paths.key_index[starts[1] + key.minimum(key_lengths[:, None] - 1)]
+    keys = paths.key_index[starts[1] + key.minimum(key_lengths[:, None] - 1)]  # [S, K]
     # aligned at the bottom right; a padded query sees what the segment's last does
     last = (key_lengths - lengths)[:, None] + query.minimum(lengths[:, None] - 1)
-    mask = torch.zeros(len(lengths), 1, num_queries, num_keys)
-    mask.masked_fill_((key > last[:, :, None])[:, None], float("-inf"))
-    own = own.flatten()
+    mask = torch.zeros(len(lengths), len(query), len(key))
+    mask.masked_fill_(key > last[:, :, None], float("-inf"))
+    mask = mask[:, None].expand(-1, num_queries, -1, -1)
+    heads = torch.arange(num_queries)[:, None]
+    of_queries = queries[:, None] * num_queries + heads  # [S, Hq, n]
+    own = own[:, None].expand_as(of_queries)
+    places = torch.arange(of_queries.numel()).view_as(of_queries)
+    back = places.transpose(1, 2)[own.transpose(1, 2)]  # by token, then by head
+    of_keys = keys[:, None] * num_keys + torch.arange(num_keys)[:, None]  # [S, Hkv, K]
     return _Places(
-        queries.flatten().to(device),
-        (~own).nonzero().flatten().to(device),
-        own.nonzero().flatten().to(device),
-        keys.flatten().to(device),
-        mask.to(device),
-        num_queries,
-        num_keys,
+        of_queries.flatten().to(device),
+        places[~own].to(device),
+        back.to(device),
+        of_keys.flatten().to(device),
+        mask.reshape(len(lengths) * num_keys, -1, len(key)).to(device, dtype),
+        len(key),
     )
