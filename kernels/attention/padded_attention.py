@@ -26,11 +26,10 @@ _LONGEST_PATH = 96
 
 
 class _Places(NamedTuple):
-    """Where the tokens of a row lie in the batch, head by head: places are of vectors [D].
+    """Where the tokens of a row lie in the batch: indices of vectors [D], of each head of a token.
 
-    A row's vectors are those of its tokens, of each token's heads in turn; the batch's those of its
-    segments, of each segment's key heads, of each of these the query heads, of each of these the
-    queries.
+    In the row they are ordered by token, then by head; in the batch by segment, then by head, then
+    by query or key.
     """
 
     queries: Tensor  # int64 [S · Hq · n], in the row; a segment's last stands for what is padded
@@ -83,7 +82,7 @@ class _PaddedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, weights = ctx.saved_tensors
-        places, (num_queries, num_keys) = ctx.places, ctx.num_heads
+        places, (query_heads, key_heads) = ctx.places, ctx.num_heads
         grad = _vectors(grad_output).index_select(0, places.queries)
         grad = grad.index_fill_(0, places.padded, 0).view(q.shape)
         grad_v = torch.bmm(weights.mT, grad)
@@ -93,8 +92,8 @@ class _PaddedAttention(torch.autograd.Function):
         grad_k = torch.baddbmm(k, grad_scores.mT, q, beta=0, alpha=ctx.scale)
         num_tokens = grad_output.shape[2]
         return (
-            _by_token(grad_q, places.back, num_queries),
-            *(_sum_by_token(x, places.keys, num_keys, num_tokens) for x in (grad_k, grad_v)),
+            _by_token(grad_q, places.back, query_heads),
+            *(_sum_by_token(x, places.keys, key_heads, num_tokens) for x in (grad_k, grad_v)),
             None,
             None,
         )
@@ -130,9 +129,12 @@ def _suits(layout: SegmentLayout) -> bool:
 
 
 def _places(
-    layout: SegmentLayout, num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
+    layout: SegmentLayout,
+    query_heads: int,
+    key_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> _Places:
-    """Of ``num_queries`` heads over ``num_keys``."""
     (paths,) = layout.paths(torch.device("cpu"))
     lengths = torch.tensor([length for _, length, _ in layout.segments])
     key_lengths = torch.tensor(layout.path_lengths)
@@ -145,18 +147,17 @@ def _places(
     last = (key_lengths - lengths)[:, None] + query.minimum(lengths[:, None] - 1)
     mask = torch.zeros(len(lengths), len(query), len(key))
     mask.masked_fill_(key > last[:, :, None], float("-inf"))
-    mask = mask[:, None].expand(-1, num_queries, -1, -1)
-    heads = torch.arange(num_queries)[:, None]
-    of_queries = queries[:, None] * num_queries + heads  # [S, Hq, n]
+    mask = mask[:, None].expand(-1, query_heads, -1, -1)
+    of_queries = queries[:, None] * query_heads + torch.arange(query_heads)[:, None]  # [S, Hq, n]
     own = own[:, None].expand_as(of_queries)
     places = torch.arange(of_queries.numel()).view_as(of_queries)
     back = places.transpose(1, 2)[own.transpose(1, 2)]  # by token, then by head
-    of_keys = keys[:, None] * num_keys + torch.arange(num_keys)[:, None]  # [S, Hkv, K]
+    of_keys = keys[:, None] * key_heads + torch.arange(key_heads)[:, None]  # [S, Hkv, K]
     return _Places(
         of_queries.flatten().to(device),
         places[~own].to(device),
         back.to(device),
         of_keys.flatten().to(device),
-        mask.reshape(len(lengths) * num_keys, -1, len(key)).to(device, dtype),
+        mask.reshape(len(lengths) * key_heads, -1, len(key)).to(device, dtype),
         len(key),
     )
