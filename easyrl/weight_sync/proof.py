@@ -316,6 +316,7 @@ async def prove_weights(
 
 
 async def _check_stamp(endpoint: Endpoint, stamp: str) -> None:
+    """Raises ``OtherVersionShown`` unless ``endpoint`` shows ``stamp``."""
     shown = await endpoint.client.weight_version(ANSWER_TIMEOUT_S)
     if shown != stamp:
         why = other_run(stamp, shown)

@@ -179,11 +179,11 @@ class WeightPusher:
         except (EndpointError, TimeoutError) as error:
             logger.error("%s: stays paused for now: %r", endpoint.url, error)
 
-    async def stamp(self, endpoint: Endpoint, version: str, *, checks_start: bool) -> None:
+    async def stamp(self, endpoint: Endpoint, version: str) -> None:
         """Has ``endpoint`` serve what it was given, and has proved, under ``version``.
 
         Raises ``EndpointError``, also if it has restarted. In the moment before the stamp it may
-        have, unseen: ``check_start`` has to follow, and does here if ``checks_start``.
+        have, unseen: ``check_start`` tells.
         """
         given, client = self._given[endpoint.url], endpoint.client
         shown = await client.weight_version(ANSWER_TIMEOUT_S)
@@ -193,8 +193,6 @@ class WeightPusher:
         given.stamp = version
         await client.set_weight_version(version, ANSWER_TIMEOUT_S)
         await self._unload_others(endpoint)
-        if checks_start and given.artifact is not None:
-            await self.check_start(endpoint)
 
     async def check_start(self, endpoint: Endpoint) -> None:
         """Raises ``EndpointError`` if ``endpoint`` has restarted since it was pushed to: it refuses

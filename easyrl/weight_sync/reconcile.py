@@ -262,8 +262,9 @@ class Reconciler:
                     with self._span(endpoint, "canary"):
                         await self.prover.compare_samples(endpoint, stamp, expect, shown)
                 if stamp != weights.version:
-                    checks_start = self.prover.reads_bits and not shown.owes_canary
-                    await self.pusher.stamp(endpoint, weights.version, checks_start=checks_start)
+                    await self.pusher.stamp(endpoint, weights.version)
+                    if self.prover.reads_bits and not shown.owes_canary:
+                        await self.pusher.check_start(endpoint)
                 return shown
             except EndpointError as error:
                 if isinstance(error, EndpointUnavailable) and not await still_answers(endpoint):

@@ -37,7 +37,6 @@ class _Places(NamedTuple):
     back: Tensor  # int64 [T · Hq], of each query vector of the row among these
     keys: Tensor  # int64 [S · Hkv · K], in the row; a path's last stands for what is padded
     mask: Tensor  # [S · Hkv, R · n, K], 0 where a query sees a key, else -inf
-    num_keys: int  # K
 
 
 def suits(layout: SegmentLayout) -> bool:
@@ -50,8 +49,9 @@ def padded_attention(
 ) -> Tensor:
     """As ``reference_attention``, on any device; differentiable once.
 
-    Keeps the softmax's weights, S · Hq · n · K of them, for the backward pass. The result's memory
-    is that of a [1, T, Hq, D] tensor, as projections want it.
+    Keeps the softmax's weights, S · Hq · n · K of them, for the backward pass, and with ``layout``
+    a mask of as many numbers. The result's memory is that of a [1, T, Hq, D] tensor, as projections
+    want it.
     """
     output: Tensor = _PaddedAttention.apply(query, key, value, layout, scale)
     return output
@@ -64,27 +64,23 @@ class _PaddedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout, scale: float
     ) -> Tensor:
-        num_heads = query.shape[1], key.shape[1]
-        places = layout.derived(_places, *num_heads, query.dtype, query.device)
-        batch = len(places.mask)  # S · Hkv
-        q = _vectors(query).index_select(0, places.queries).view(batch, -1, query.shape[3])
-        k, v = (
-            _vectors(x).index_select(0, places.keys).view(batch, places.num_keys, -1)
-            for x in (key, value)
-        )
+        heads = query.shape[1], key.shape[1]
+        places = layout.derived(_places, *heads, query.dtype, query.device)
+        q = _gather(query, places.queries, len(places.mask))
+        k, v = (_gather(x, places.keys, len(places.mask)) for x in (key, value))
         weights = torch.baddbmm(places.mask, q, k.mT, alpha=scale).softmax(2)
         mixed = torch.bmm(weights, v)
         ctx.save_for_backward(q, k, v, weights)
-        ctx.places, ctx.scale, ctx.num_heads = places, scale, num_heads
-        return _by_token(mixed, places.back, num_heads[0])
+        ctx.places, ctx.scale, ctx.heads = places, scale, heads
+        return _by_token(mixed, places.back, query.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, weights = ctx.saved_tensors
-        places, (query_heads, key_heads) = ctx.places, ctx.num_heads
-        grad = _vectors(grad_output).index_select(0, places.queries)
-        grad = grad.index_fill_(0, places.padded, 0).view(q.shape)
+        places, (query_heads, key_heads) = ctx.places, ctx.heads
+        grad = _gather(grad_output, places.queries, len(q))
+        grad.view(-1, grad.shape[2]).index_fill_(0, places.padded, 0)
         grad_v = torch.bmm(weights.mT, grad)
         grad_weights = torch.bmm(grad, v.mT)
         grad_scores = torch._softmax_backward_data(grad_weights, weights, 2, weights.dtype)
@@ -99,17 +95,19 @@ class _PaddedAttention(torch.autograd.Function):
         )
 
 
-def _vectors(x: Tensor) -> Tensor:
-    """``x`` [1, H, T, D] as [T · H, D]; of a projection's result it is the same memory."""
-    return x[0].transpose(0, 1).reshape(-1, x.shape[3])
+def _gather(x: Tensor, places: Tensor, num: int) -> Tensor:
+    """The vectors of ``x`` [1, H, T, D] at ``places``, for the batch's ``num`` products:
+    [S · Hkv, R · n or K, D]."""
+    size = x.shape[3]
+    vectors = x[0].transpose(0, 1).reshape(-1, size)  # of a projection's result the same memory
+    return vectors.index_select(0, places).view(num, -1, size)
 
 
 def _by_token(batch: Tensor, back: Tensor, num_heads: int) -> Tensor:
     """``batch`` [S · Hkv, R · n, D] as [1, Hq, T, D]."""
     size = batch.shape[2]
-    return (
-        batch.view(-1, size).index_select(0, back).view(-1, num_heads, size).transpose(0, 1)[None]
-    )
+    vectors = batch.view(-1, size).index_select(0, back)
+    return vectors.view(-1, num_heads, size).transpose(0, 1)[None]
 
 
 def _sum_by_token(batch: Tensor, keys: Tensor, num_heads: int, num_tokens: int) -> Tensor:
@@ -159,5 +157,4 @@ def _places(
         back.to(device),
         of_keys.flatten().to(device),
         mask.reshape(len(lengths) * key_heads, -1, len(key)).to(device, dtype),
-        len(key),
     )

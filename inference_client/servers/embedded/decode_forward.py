@@ -50,7 +50,7 @@ class _Norm:
         return cls(weight, eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x`` [..., n], contiguous or not; the result is."""
+        """``x`` [..., n]."""
         return self.scaled(x).mul_(self.weight)
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -225,18 +225,18 @@ class _Angles:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._is_plain = getattr(module, "rope_type", None) == "default"
+        is_default = getattr(module, "rope_type", None) == "default"
+        self._is_plain = is_default and module.attention_scaling == 1.0
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """For ``positions`` int64 [B], in the dtype of ``hidden``: [B, 1, d] each."""
-        if not self._is_plain:
+        if self._is_plain:
+            turns = (positions[:, None].float() * self._module.inv_freq.float())[:, None]
+            half = turns.cos().to(hidden.dtype), turns.sin().to(hidden.dtype)
+            cos, sin = (torch.cat((x, x), -1) for x in half)
+        else:
             cos, sin = self._module(hidden[:, None], positions[:, None])
-            return cos, _signed(sin)
-        turns = (positions[:, None].float() * self._module.inv_freq.float())[:, None]
-        cos, sin = turns.cos(), turns.sin()
-        scaling = self._module.attention_scaling
-        angles = torch.cat((cos, cos), -1) * scaling, torch.cat((-sin, sin), -1) * scaling
-        return angles[0].to(hidden.dtype), angles[1].to(hidden.dtype)
+        return cos, _signed(sin)
 
 
 def _check_parts(module: nn.Module, needed: set[str], possible: Set[str] = frozenset()) -> None:

@@ -147,14 +147,15 @@ def test_a_version_is_stamped_unless_the_endpoint_has_restarted():
         client.version = "default"
         assert await pusher.stamp_of(endpoint, weights) is None
         with pytest.raises(EndpointError, match="has restarted"):
-            await pusher.stamp(endpoint, VERSION, checks_start=True)
+            await pusher.stamp(endpoint, VERSION)
         assert client.version == "default"
         client.version = "other-0f:0:7:probe:updating"
         with pytest.raises(EndpointError, match=r"another run \(other-0f\) has given") as told:
-            await pusher.stamp(endpoint, VERSION, checks_start=True)
+            await pusher.stamp(endpoint, VERSION)
         assert "restarted" not in told.value.reason
         client.version = UPDATING
-        await pusher.stamp(endpoint, VERSION, checks_start=True)
+        await pusher.stamp(endpoint, VERSION)
+        await pusher.check_start(endpoint)
         assert client.version == VERSION and client.calls[-2:] == ["stamp", "ask"]
         assert await pusher.stamp_of(endpoint, weights) == VERSION
 
@@ -168,7 +169,7 @@ def test_who_failed_keeps_no_stamp_that_requests_ask_for(stamped, left):
         endpoint = Endpoint(client, 1)
         if stamped:
             await push(client, weights, pusher=pusher)
-            await pusher.stamp(endpoint, VERSION, checks_start=False)
+            await pusher.stamp(endpoint, VERSION)
         await pusher.disown(endpoint, weights)
         assert client.version == left
         assert await pusher.stamp_of(endpoint, weights) is None
