@@ -97,7 +97,8 @@ def main() -> int:
         return compare_shares(arguments)
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="evaluation-")))
-        endpoint = opened.enter_context(SleepingEndpoint(len(build_tokenizer())))
+        tokenizer = build_tokenizer()
+        endpoint = opened.enter_context(SleepingEndpoint(len(tokenizer), tokenizer.eos_token_id))
         endpoint.seconds_per_token = SECONDS_PER_TOKEN
         write_random_model(folder / "model", hidden_size=256, num_layers=4)
         try:

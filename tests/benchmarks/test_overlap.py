@@ -22,6 +22,7 @@ from easyrl.inference_client.errors import RequestRejected
 from easyrl.inference_client.responses import parse_generate_response
 
 VOCABULARY = 30
+END = 0
 
 
 # ---- the load ------------------------------------------------------------------------------------
@@ -64,7 +65,7 @@ def test_the_nearest_is_chosen_where_no_share_is_right() -> None:
 def test_both_setups_get_slower_by_the_factor(tmp_path: Path) -> None:
     one = OneRank(tmp_path, Workload())
     assert one.slower(10, 0.7) == 14 and one.slower(1, 3) == 1
-    two = TwoRanks(tmp_path, Workload(), SleepingEndpoint(VOCABULARY))
+    two = TwoRanks(tmp_path, Workload(), SleepingEndpoint(VOCABULARY, END))
     assert two.slower(1e-3, 2) == 2e-3
 
 
@@ -134,7 +135,7 @@ def test_an_earlier_revision_is_compared_by_medians() -> None:
 
 @pytest.fixture
 def endpoint() -> Iterator[SleepingEndpoint]:
-    with SleepingEndpoint(VOCABULARY) as started:
+    with SleepingEndpoint(VOCABULARY, END) as started:
         yield started
 
 

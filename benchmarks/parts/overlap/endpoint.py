@@ -42,7 +42,7 @@ class SleepingEndpoint:
         seconds_per_token: how long a response takes, by its length. May be changed between runs.
     """
 
-    def __init__(self, vocab_size: int, end_id: int = 0) -> None:
+    def __init__(self, vocab_size: int, end_id: int) -> None:
         self._vocab_size, self._end_id = vocab_size, end_id
         self.seconds_per_token = 0.0
         self._version = "default"
