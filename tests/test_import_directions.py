@@ -77,10 +77,12 @@ MAY_IMPORT = {
     " runtime.garbage runtime.machine runtime.numerics runtime.shared_cores"
     " inference_client.sample_stream inference_client.transfer inference_client.vllm_plugin",
     # a process of its own between environments and the trainer's
-    "gateway": "schema config runtime.frames runtime.garbage runtime.machine"
-    " runtime.workers.child_process",
+    "gateway": "schema config completion_check runtime.frames runtime.garbage runtime.machine"
+    " runtime.workers.child_process inference_client.adapter_names inference_client.api_keys"
+    " inference_client.fetching",
     "episodes": "schema config metrics.event_log runtime.workers timeline.spans"
-    " environments.failures gateway.messages gateway.process inference_client.errors",
+    " environments.failures gateway.messages gateway.process gateway.turn_sampling"
+    " inference_client.errors inference_client.fetching inference_client.pool.asked_ahead",
     # the model that is trained
     "recipes": "schema config engines.base kernels.logprobs.linear_logprob"
     " kernels.logprobs.token_losses rewards.overlong runtime.user_code",

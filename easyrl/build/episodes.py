@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
@@ -23,8 +24,9 @@ from easyrl.episodes.gateway_child import GatewayChild
 from easyrl.episodes.outages import EnvironmentOutages
 from easyrl.episodes.player import EpisodePlayer
 from easyrl.episodes.rooms import MOST, RolloutRoom
-from easyrl.gateway.messages import NO_TEMPLATE, Settings
+from easyrl.gateway.messages import NO_TEMPLATE, Lease, Settings
 from easyrl.gateway.tool_parsers import unread_calls
+from easyrl.inference_client.pool.asked_ahead import AskedAhead
 from easyrl.inference_client.pool.endpoint import UNLIMITED
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
@@ -185,22 +187,32 @@ class EpisodeTurns:
     a place that the group holds there. Called as ``Generate``."""
 
     def __init__(self, pool: EndpointPool, group: GroupAssignment) -> None:
-        self._pool, self._group = pool, group
-        self._own: GroupAssignment | None = None
-        self._holds_place = True
+        self._pool, self._own = pool, group.session()
 
     async def __call__(
-        self, prompt_ids: np.ndarray, sampling: SamplingConfig, seed: int
+        self,
+        prompt_ids: np.ndarray,
+        sampling: SamplingConfig,
+        seed: int,
+        ahead: AskedAhead | None = None,
     ) -> Completion:
-        if self._own is None:
-            self._own = self._group.session(holds_place=self._holds_place)
-        return await self._pool.generate(prompt_ids, sampling, seed, self._own)
+        return await self._pool.generate(prompt_ids, sampling, seed, self._own, ahead)
+
+    def lend_place(self, on_recall: Callable[[], object]) -> Lease | None:
+        """A ``LendPlace``, of the endpoint at which the turns are."""
+        endpoint = self._pool.lend(self._own, on_recall)
+        if endpoint is None:
+            return None
+        key = self._pool.api_keys.of(endpoint.url)
+        return Lease(endpoint.url, endpoint.context, key, self._pool.adapters.of(endpoint.url))
 
     def put_off(self) -> None:
-        """The first turn comes later: others may have its place."""
-        if self._own is None and self._holds_place:
-            self._holds_place = False
-            self._pool.give_back(self._group)
+        """The next turn comes later: others may have its place."""
+        self._pool.give_back(self._own)
+
+    def close(self) -> None:
+        """No further turn comes."""
+        self._pool.leave(self._own)
 
 
 def gateway_settings(
@@ -215,6 +227,6 @@ def gateway_settings(
         chat_template=own,
         chat_template_kwargs=dict(data.chat_template_kwargs),
         tool_parser=data.tool_parser,
-        end_ids=None if vocabulary.end_ids is None else sorted(vocabulary.end_ids),
+        vocabulary=vocabulary,
         max_context=max_context,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -203,11 +203,18 @@ class Inference:
                     if self.episodes is None or members is None:
                         made = await self.pool.generate(prompt.token_ids, sampling, seed, place)
                     else:
-                        turns = EpisodeTurns(self.pool, place)
                         async with members.place():
-                            made = await self.episodes.play(
-                                prompt, number, sampling, seed, turns, on_turn, turns.put_off
-                            )
+                            with closing(EpisodeTurns(self.pool, place)) as turns:
+                                made = await self.episodes.play(
+                                    prompt,
+                                    number,
+                                    sampling,
+                                    seed,
+                                    turns,
+                                    on_turn,
+                                    turns.put_off,
+                                    turns.lend_place,
+                                )
                     if made.episode is None or made.episode.failure is None:
                         lengths.saw(prompt.index, len(made.token_ids))
                     if leave is not None:

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+
+read_json: Callable[[bytes], Any]
+try:  # answers with log-probabilities are long, and it takes half of the time
+    from orjson import loads as read_json
+except ImportError:  # an environment's own Python need not have it
+    read_json = json.loads
 
 CONNECT_TIMEOUT_S = 30.0
 MOST_RETRIES = 3  # of a connection that failed before anything was answered
@@ -155,7 +161,7 @@ class Connections:
 
 def _checked(status: int, data: bytes) -> dict[str, Any]:
     try:
-        answer = json.loads(data)
+        answer = read_json(data)
     except ValueError:
         answer = None
     if status == 200 and isinstance(answer, dict):

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 5.0  # for a rollout to end that was cancelled
 MOST_HUNG_THREADS = 32  # of a host; then it is replaced
-LONGEST_LOOK_S = 1.0  # between two looks at whether a rollout hangs
+LONGEST_LOOK_S = 5.0  # between two looks at whether a rollout hangs
 
 
 class EnvironmentHosts:

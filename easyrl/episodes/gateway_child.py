@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from easyrl.config import SamplingConfig
 from easyrl.episodes.session import Session, SessionLost, TurnRefused
+from easyrl.episodes.turns import TurnRecord
 from easyrl.gateway.messages import (
     Answer,
     Ask,
+    Came,
     Close,
+    Drop,
+    Lease,
+    Lend,
     Open,
-    Order,
     Ready,
     Refused,
     Settings,
@@ -27,7 +33,10 @@ from easyrl.gateway.messages import (
     encode,
 )
 from easyrl.gateway.process import ENTRY
-from easyrl.runtime.workers.child_process import END_LIMIT_S
+from easyrl.inference_client.fetching.fetcher import ENVIRONMENT
+from easyrl.inference_client.fetching.messages import Failed, Fetched
+from easyrl.inference_client.pool.asked_ahead import AskedAhead
+from easyrl.runtime.workers.child_process import END_LIMIT_S, Child
 from easyrl.runtime.workers.reporting_child import ReportingChild
 from easyrl.schema import GatewayGone
 
@@ -48,11 +57,12 @@ class GatewayChild(ReportingChild):
     """
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__(ENTRY, encode(settings))
+        super().__init__(ENTRY, encode(settings), ENVIRONMENT)
         self.tool_parser: str | None = None  # that it has chosen; None: none reads the template's
         self._sessions: dict[str, Session] = {}
         self._ready: asyncio.Future[tuple[int, str | None]] | None = None  # of the process
-        self._turns: set[asyncio.Task[None]] = set()
+        self._ahead: dict[int, AskedAhead] = {}  # by number of the ``Ask``
+        self._lends = True
         self._working: Counter[str] = Counter()  # long requests that are worked on, by session
         self._has_served = self._is_closed = False
         self._num_failed_starts = 0  # one after another
@@ -67,7 +77,12 @@ class GatewayChild(ReportingChild):
         child = self.child
         self._sessions[session.id] = session
         sampling = session.sampling.model_dump_json(include=SAMPLING_FIELDS)
-        self.post(Open(session.id, session.key, sampling.encode(), session.history))
+        lease = self._lease(session)
+        self.post(
+            Open(
+                session.id, session.key, sampling.encode(), session.history, session.seed, lease
+            )
+        )
         try:
             yield f"http://127.0.0.1:{port}/sessions/{session.id}"
         finally:
@@ -96,8 +111,6 @@ class GatewayChild(ReportingChild):
 
     async def close(self) -> None:
         self._is_closed = True
-        for turn in list(self._turns):
-            turn.cancel()
         await super().close()
 
     def on_message(self, payload: bytes) -> None:
@@ -109,16 +122,19 @@ class GatewayChild(ReportingChild):
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result((request.port, request.template_problem))
                 continue
+            if isinstance(request, Came):
+                self._came(request.reply)
+                continue
             if isinstance(request, Working):
                 self._working[request.session] += 1 if request.goes_on else -1
                 continue
-            turn = asyncio.get_running_loop().create_task(self._turn(request))
-            self._turns.add(turn)
-            turn.add_done_callback(self._turns.discard)
+            self._ask(request)
 
     def on_end(self, how: str) -> None:
         log.warning("the gateway's process ended: %s; %d episodes", how, len(self._sessions))
-        self._outbox = []
+        self._outbox, self._lends = [], False
+        for ahead in self._ahead.values():
+            ahead.answered(None)
         if self._ready is not None and not self._ready.done():
             self._on_failed_start(self._ready, how)
             return
@@ -149,18 +165,71 @@ class GatewayChild(ReportingChild):
         if not self._is_closed:
             self.ensure_started()
 
-    async def _turn(self, asked: Ask) -> None:
+    def _lease(self, session: Session) -> Lease | None:
+        return session.lease(partial(self._recall, session)) if self._lends else None
+
+    def _recall(self, session: Session) -> None:
+        self.post(Lend(session.id, None))
+
+    def _came(self, reply: Fetched | Failed) -> None:
+        if (ahead := self._ahead.get(reply.number)) is None:
+            return  # dropped
+        if isinstance(reply, Fetched):
+            ahead.answered(reply.completion(ahead.url))
+        else:
+            ahead.answered(pickle.loads(reply.failure).exception())
+
+    def _asked_ahead(self, asked: Ask) -> AskedAhead | None:
+        if asked.ahead is None:
+            return None
+        number, sent = asked.number, asked.ahead
+        self._ahead[number] = ahead = AskedAhead(
+            sent.url,
+            sent.seed,
+            sent.max_tokens,
+            sent.began_s,
+            lambda: self._drop(number, ahead),
+        )
+        return ahead
+
+    def _drop(self, number: int, ahead: AskedAhead) -> None:
+        if self._ahead.get(number) is ahead:
+            self.post(Drop(number))
+
+    def _ask(self, asked: Ask) -> None:
         session, child = self._sessions.get(asked.session), self.child
+        ahead = self._asked_ahead(asked)
+        answer = partial(self._answer, asked.number, session, child, ahead)
         try:
             if session is None:
                 raise TurnRefused(410, "the episode has ended")
             prompt_ids = np.frombuffer(asked.prompt_ids, np.int32)
-            made = await session.turn(
-                prompt_ids, asked.max_tokens, asked.stop, asked.stop_token_ids
+            shorter = asked.max_tokens, asked.stop, asked.stop_token_ids
+            session.begin_turn(prompt_ids, *shorter, ahead).add_done_callback(
+                lambda turn: None if turn.cancelled() else answer(turn.exception() or turn.result())
             )
         except TurnRefused as error:
-            answer: Order = Refused(asked.number, error.status, str(error), error.code)
+            answer(error)
+
+    def _answer(
+        self,
+        number: int,
+        session: Session | None,
+        child: Child | None,
+        ahead: AskedAhead | None,
+        made: TurnRecord | BaseException,
+    ) -> None:
+        if ahead is not None:
+            ahead.drop()
+            if self._ahead.get(number) is ahead:
+                del self._ahead[number]
+        if child is not self.child:  # it is a number of another process's
+            return
+        if isinstance(made, TurnRecord):
+            self.post(Answer.of(number, made.completion, made.id))
+        elif isinstance(made, TurnRefused):
+            self.post(Refused(number, made.status, str(made), made.code))
         else:
-            answer = Answer.of(asked.number, made.completion, made.id)
-        if child is self.child:  # else it is a number of another process's
-            self.post(answer)
+            raise made
+        if session is not None and (lease := self._lease(session)) is not None:
+            self.post(Lend(session.id, lease))

@@ -20,7 +20,7 @@ from easyrl.environments.failures import (
 )
 from easyrl.episodes.outages import EnvironmentOutages
 from easyrl.episodes.rooms import Members, Rank, RolloutRoom
-from easyrl.episodes.session import Generate, Session, SessionLost
+from easyrl.episodes.session import Generate, LendPlace, Session, SessionLost, lend_none
 from easyrl.episodes.times import EpisodeTimes, ToolCall, tell_spans
 from easyrl.episodes.turns import (
     TurnRecord,
@@ -146,11 +146,13 @@ class EpisodePlayer:
         generate: Generate,
         on_turn: OnTurn = ignore_turn,
         on_wait: Callable[[], object] = lambda: None,
+        lend_place: LendPlace = lend_none,
     ) -> Completion:
         """The episode of sample ``number``; one that failed has a ``failure`` and no reward.
 
         ``on_turn`` is told of each turn before its answer goes out, ``on_wait`` where the first one
-        has to wait for the environment. Raises what ``generate`` does; of a rollout that fails
+        has to wait for the environment; ``lend_place`` gives leave to ask ahead of ``generate``.
+        Raises what ``generate`` does; of a rollout that fails
         ``RewardError`` where its environment's ``on_failure`` is ``fail``, and ``EpisodeFailed``
         where it is ``zero`` and there is no turn to be trained with that; ``Outage`` where its
         environment could not be reached for too long.
@@ -167,6 +169,7 @@ class EpisodePlayer:
                 applies_stop_strings=self.applies_stop_strings(),
                 max_turns=environment.max_turns,
                 history=environment.history,
+                lend_place=lend_place,
             )
             session.on_turn = partial(self._tell, on_turn, session, number, environment.name)
             try:

@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from easyrl.config import HistoryMode, SamplingConfig
 from easyrl.episodes.turns import TurnRecord, recorded
+from easyrl.gateway.messages import Lease
+from easyrl.gateway.turn_sampling import TurnSeeds, narrowed
 from easyrl.inference_client.errors import PromptRejected, PromptTooLong
+from easyrl.inference_client.pool.asked_ahead import AskedAhead
 from easyrl.schema import Completion, Prompt
-
-# int32 [P], sampling, seed → what an endpoint of the session's version samples
-Generate = Callable[[np.ndarray, SamplingConfig, int], Awaitable[Completion]]
 
 TURN_CHARACTERS = 16  # of the session's name in those of its turns
 OUT_OF_TURNS = "max_turns_exceeded"  # code and beginning of the refusal beyond max_turns
 BAD_REQUEST, GONE, UNAVAILABLE = 400, 410, 503  # HTTP
+
+
+class Generate(Protocol):
+    def __call__(
+        self,
+        prompt_ids: np.ndarray,
+        sampling: SamplingConfig,
+        seed: int,
+        ahead: AskedAhead | None = None,
+    ) -> Awaitable[Completion]:
+        """What an endpoint of the session's version samples behind ``prompt_ids``, int32 [P];
+        ``ahead``: a request that may stand for its own."""
+
+
+# told when the place is lent no more → an endpoint that may be asked ahead for the next turn
+LendPlace = Callable[[Callable[[], object]], Lease | None]
+
+
+def lend_none(on_recall: Callable[[], object]) -> Lease | None:
+    """A ``LendPlace`` that has nothing to lend."""
+    return None
 
 
 class TurnRefused(Exception):
@@ -61,6 +81,7 @@ class Session:
     history: HistoryMode = "keep"  # of its chats
     # told of each turn before its answer goes out; what it raises is the run's
     on_turn: Callable[[Sequence[TurnRecord]], object] = lambda records: None
+    lend_place: LendPlace = lend_none
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     key: str = field(default_factory=lambda: secrets.token_hex(16))  # of HTTP
     records: list[TurnRecord] = field(default_factory=list, init=False)
@@ -68,7 +89,7 @@ class Session:
     def __post_init__(self) -> None:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked_s = time.monotonic()
-        self._num_asked: Counter[bytes] = Counter()  # by digest of the prompt
+        self._seeds = TurnSeeds(self.seed)
         self._running: set[asyncio.Task[TurnRecord]] = set()
         self._sampling_since_s = 0.0
         self.sampled_s: list[tuple[float, float]] = []  # when something was, time.monotonic()
@@ -99,6 +120,19 @@ class Session:
         A turn that was begun is sampled to its end and recorded, also if its client is gone and
         this is cancelled. Raises ``TurnRefused``.
         """
+        turn = self.begin_turn(prompt_ids, max_tokens, stop, stop_token_ids)
+        return await asyncio.shield(turn)
+
+    def begin_turn(
+        self,
+        prompt_ids: np.ndarray,
+        max_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        stop_token_ids: tuple[int, ...] = (),
+        ahead: AskedAhead | None = None,
+    ) -> asyncio.Task[TurnRecord]:
+        """As ``turn``, without waiting: a task that nobody may cancel. ``ahead``: has been sent for
+        it."""
         sampling = self._sampling(max_tokens, stop, stop_token_ids)
         if not len(prompt_ids):
             raise TurnRefused(BAD_REQUEST, "the prompt has no tokens")
@@ -116,10 +150,10 @@ class Session:
         self._num_turns += 1
         if not self._running:
             self._sampling_since_s = time.monotonic()
-        task = asyncio.create_task(self._sample(prompt_ids, sampling))
+        task = asyncio.create_task(self._sample(prompt_ids, sampling, ahead))
         self._running.add(task)
         task.add_done_callback(self._ended)
-        return await asyncio.shield(task)
+        return task
 
     async def close(self) -> None:
         """No further turn; returns when those that were begun are recorded."""
@@ -127,10 +161,21 @@ class Session:
         while self._running:
             await asyncio.wait(list(self._running))
 
-    async def _sample(self, prompt_ids: np.ndarray, sampling: SamplingConfig) -> TurnRecord:
-        seed = self._turn_seed(prompt_ids)
+    def lease(self, on_recall: Callable[[], object]) -> Lease | None:
+        """An endpoint that may be asked ahead for the next turn; None: none, or there is no turn.
+
+        ``on_recall``: it may not any more.
+        """
+        if not self._is_open or self._num_turns >= self.max_turns:
+            return None
+        return self.lend_place(on_recall)
+
+    async def _sample(
+        self, prompt_ids: np.ndarray, sampling: SamplingConfig, ahead: AskedAhead | None
+    ) -> TurnRecord:
+        seed = self._seeds.next(prompt_ids)
         try:
-            completion = await self.generate(prompt_ids, sampling, seed)
+            completion = await self.generate(prompt_ids, sampling, seed, ahead)
             # nothing is awaited between the two: their order is the records'
             name = f"turn-{self.id[:TURN_CHARACTERS]}-{len(self.records)}"
             record = recorded(prompt_ids, completion, self.records, name)
@@ -153,15 +198,6 @@ class Session:
         if not task.cancelled():
             task.exception()  # told to the client, if there is one
 
-    def _turn_seed(self, prompt_ids: np.ndarray) -> int:
-        """The same after a restart of the episode, in whatever order turns are asked for; another
-        one where the same is asked again."""
-        digest = hashlib.blake2b(prompt_ids.astype("<i4").tobytes(), digest_size=16).digest()
-        number = self._num_asked[digest]
-        self._num_asked[digest] += 1
-        key = f"{self.seed}:{digest.hex()}:{number}".encode()
-        return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") >> 1
-
     def _sampling(
         self, max_tokens: int | None, stop: tuple[str, ...], stop_token_ids: tuple[int, ...]
     ) -> SamplingConfig:
@@ -174,12 +210,4 @@ class Session:
             )
         if max_tokens is not None and max_tokens < 1:
             raise TurnRefused(BAD_REQUEST, f"max_tokens is {max_tokens}, at least 1")
-        changed: dict[str, object] = {}
-        if max_tokens is not None and max_tokens < own.max_tokens:
-            changed["max_tokens"] = max_tokens
-            changed["min_tokens"] = min(own.min_tokens, max_tokens)
-        if more := [text for text in stop if text not in own.stop]:
-            changed["stop"] = [*own.stop, *more]
-        if more_ids := [token for token in stop_token_ids if token not in own.stop_token_ids]:
-            changed["stop_token_ids"] = [*own.stop_token_ids, *more_ids]
-        return own.model_copy(update=changed) if changed else own
+        return narrowed(own, max_tokens, stop, stop_token_ids)

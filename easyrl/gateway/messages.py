@@ -7,7 +7,9 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from easyrl.completion_check import ANY_INT32, Vocabulary
 from easyrl.config import HistoryMode, ToolParserName
+from easyrl.inference_client.fetching.messages import Failed, Fetched
 from easyrl.schema import Completion, VersionSpan
 
 NO_TEMPLATE = "there is none"  # a ``template_problem``: chats cannot be rendered at all
@@ -22,7 +24,8 @@ class Settings(msgspec.Struct, array_like=True):
     chat_template: str | None = None  # Jinja; None: the tokenizer's own
     chat_template_kwargs: dict[str, Any] = {}  # to each rendering
     tool_parser: ToolParserName = "auto"  # how a sampled text says its tool calls
-    end_ids: list[int] | None = None  # each ends a turn; None: not known
+    # of the policy; each of its ``end_ids`` ends a turn
+    vocabulary: Vocabulary = ANY_INT32
     max_body_bytes: int = 16 * 2**20  # of a request
     max_long_bytes: int = 2**30  # of long bodies that wait to be rendered, of all sessions
     max_context: int | None = None  # tokens that any endpoint takes; None: nobody says
@@ -33,6 +36,15 @@ class Settings(msgspec.Struct, array_like=True):
     keep_alive_s: float = 5.0  # between the comments of a stream that waits for its turn
 
 
+class Lease(msgspec.Struct, array_like=True, gc=False):
+    """An endpoint that the gateway may ask itself for a session's next turn: a place is held."""
+
+    url: str
+    context: int  # tokens of prompt and response together
+    api_key: str | None = None
+    model: str | None = None  # the endpoint's adapter, by its name there
+
+
 class Open(msgspec.Struct, array_like=True, tag=0, gc=False):
     """A session begins."""
 
@@ -40,6 +52,8 @@ class Open(msgspec.Struct, array_like=True, tag=0, gc=False):
     key: str  # of HTTP
     sampling: bytes  # JSON of the ``SamplingConfig`` that training samples with
     history: HistoryMode = "keep"
+    seed: int = 0  # of the sample
+    lease: Lease | None = None
 
 
 class Close(msgspec.Struct, array_like=True, tag=1, gc=False):
@@ -81,12 +95,34 @@ class Refused(msgspec.Struct, array_like=True, tag=3, gc=False):
     code: str | None = None  # of OpenAI's error object
 
 
+class Lend(msgspec.Struct, array_like=True, tag=4, gc=False):
+    """``lease`` is the session's from now on; None: it has none any more."""
+
+    session: str
+    lease: Lease | None = None
+
+
+class Drop(msgspec.Struct, array_like=True, tag=5, gc=False):
+    """Nobody needs what an endpoint was asked ahead for an ``Ask``; that itself goes on."""
+
+    number: int
+
+
 class Ready(msgspec.Struct, array_like=True, tag=0, gc=False):
     """The gateway serves."""
 
     port: int  # on 127.0.0.1
     template_problem: str | None = None  # why the chat template cannot continue sampled ids exactly
     tool_parser: str | None = None  # the one that was chosen; None: none reads the template's calls
+
+
+class Ahead(msgspec.Struct, array_like=True, gc=False):
+    """What the gateway has asked the endpoint of a lease for, with all else that training says."""
+
+    url: str
+    seed: int
+    max_tokens: int
+    began_s: float  # time.monotonic(), which all processes of a machine share
 
 
 class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
@@ -98,6 +134,13 @@ class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    ahead: Ahead | None = None  # the gateway has asked an endpoint already
+
+
+class Came(msgspec.Struct, array_like=True, tag=3, gc=False):
+    """What an endpoint said that was asked ahead, by the number of the ``Ask``."""
+
+    reply: Fetched | Failed
 
 
 class Working(msgspec.Struct, array_like=True, tag=2, gc=False):
@@ -107,8 +150,8 @@ class Working(msgspec.Struct, array_like=True, tag=2, gc=False):
     goes_on: bool  # else it is over
 
 
-Order: TypeAlias = Open | Close | Answer | Refused
-Request: TypeAlias = Ready | Ask | Working
+Order: TypeAlias = Open | Close | Answer | Refused | Lend | Drop
+Request: TypeAlias = Ready | Ask | Working | Came
 
 encode = msgspec.msgpack.Encoder().encode
 decode_settings: Any = msgspec.msgpack.Decoder(Settings).decode

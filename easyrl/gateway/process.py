@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from easyrl.gateway.messages import (
     NO_TEMPLATE,
+    Ask,
     Ready,
     Request,
     Settings,
@@ -25,6 +26,7 @@ from easyrl.gateway.messages import (
 from easyrl.gateway.prompts import template_continues
 from easyrl.gateway.rendering import Renderer
 from easyrl.gateway.server import Gateway
+from easyrl.inference_client.fetching.fetcher_process import endpoint_session
 from easyrl.runtime.frames import FrameSplitter, frame
 from easyrl.runtime.garbage import collect_rarely
 from easyrl.runtime.machine import allow_open_files, limit_memory
@@ -39,6 +41,9 @@ ORDERS_BYTES = 2**18  # read at once
 MEMORY_SHARE = 0.25  # of the machine's: what floods it is to end here, and not the trainer
 BYTES_PER_BYTE = 220  # of memory, for a text that is tokenised; measured (tokenizers 0.23)
 BYTES_PER_PARSED_BYTE = 2  # ... that waits as an object
+# A request that an endpoint has already is told with others: each message wakes the trainer's
+# process, beside the training loop.
+SENT_AHEAD_S = 0.1
 BACKLOG = 1024  # connections that wait to be accepted
 
 
@@ -63,7 +68,7 @@ async def serve(connection: socket.socket, memory: int | None = None) -> None:
     """Serves what the first message says, until ``connection``'s other end is closed; ``memory``:
     bytes that this process may have, None: any number."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
-    frames, gateway, runner = FrameSplitter(), None, None
+    frames, gateway, runner, http = FrameSplitter(), None, None, endpoint_session()
     try:
         while data := await reader.read(ORDERS_BYTES):
             for payload in frames.feed(data):
@@ -73,7 +78,7 @@ async def serve(connection: socket.socket, memory: int | None = None) -> None:
                     continue
                 outbox = _Outbox(writer)
                 settings = within(decode_settings(payload), memory)
-                gateway, problem = _gateway(settings, outbox)
+                gateway, problem = _gateway(settings, outbox, http)
                 runner, port = await _started(gateway)
                 collect_rarely()
                 outbox.send(Ready(port, problem, gateway.tool_parser))
@@ -85,6 +90,7 @@ async def serve(connection: socket.socket, memory: int | None = None) -> None:
         if runner is not None:
             beating.cancel()
             await runner.cleanup()
+        await http.close()
         writer.close()
 
 
@@ -100,7 +106,9 @@ def within(settings: Settings, memory: int | None) -> Settings:
     )
 
 
-def _gateway(settings: Settings, outbox: _Outbox) -> tuple[Gateway, str | None]:
+def _gateway(
+    settings: Settings, outbox: _Outbox, http: ClientSession
+) -> tuple[Gateway, str | None]:
     """The gateway, and why its template cannot continue what was sampled."""
     tokenizer = read_tokenizer(Path(settings.tokenizer))
     renderer: Renderer | None = None
@@ -110,11 +118,11 @@ def _gateway(settings: Settings, outbox: _Outbox) -> tuple[Gateway, str | None]:
             tokenizer,
             settings.chat_template,
             settings.chat_template_kwargs,
-            end_ids=settings.end_ids,
+            end_ids=settings.vocabulary.end_ids,
             max_context=settings.max_context,
         )
         problem = template_continues(renderer)
-    return Gateway(settings, renderer, outbox.send), problem
+    return Gateway(settings, renderer, outbox.send, http), problem
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -141,17 +149,28 @@ async def _beat(outbox: _Outbox, gateway: Gateway) -> None:
 
 
 class _Outbox:
-    """What goes to the trainer's process: together, what one turn of the loop has to say."""
+    """What goes to the trainer's process: together, what one turn of the loop has to say, and
+    before that, in its order, what could wait."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer, self._requests = writer, list[Request]()
+        self._is_due = False
+        self._later: asyncio.TimerHandle | None = None
 
     def send(self, request: Request) -> None:
-        if not self._requests:
-            asyncio.get_running_loop().call_soon(self.beat)
         self._requests.append(request)
+        loop = asyncio.get_running_loop()
+        if isinstance(request, Ask) and request.ahead is not None:
+            if self._later is None:
+                self._later = loop.call_later(SENT_AHEAD_S, self.beat)
+        elif not self._is_due:
+            self._is_due = True
+            loop.call_soon(self.beat)
 
     def beat(self) -> None:
         """Sends what there is, if nothing an empty list."""
         requests, self._requests = self._requests, []
+        if self._later is not None:
+            self._later.cancel()
+        self._later, self._is_due = None, False
         self._writer.write(frame(encode(requests)))

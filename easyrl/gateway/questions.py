@@ -12,8 +12,10 @@ import numpy as np
 
 from easyrl.gateway.errors import GatewayError
 from easyrl.gateway.history import AnsweredTurn
+from easyrl.gateway.leased_requests import LeasedRequests
 from easyrl.gateway.messages import Answer, Ask, Refused
 from easyrl.gateway.requests import Limits
+from easyrl.gateway.sessions import Session
 from easyrl.schema import VersionSpan
 
 
@@ -41,19 +43,20 @@ class SampledTurn:
 class Questions:
     """Turns that are being sampled, by number."""
 
-    def __init__(self, send: Callable[[Ask], object]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[Ask], object], leased: LeasedRequests) -> None:
+        self._send, self._leased = send, leased
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[str, asyncio.Future[Answer]]] = {}
 
-    async def ask(self, session: str, prompt_ids: np.ndarray, limits: Limits) -> SampledTurn:
+    async def ask(self, session: Session, prompt_ids: np.ndarray, limits: Limits) -> SampledTurn:
         """What is sampled behind ``prompt_ids``, int32 [P]. Raises ``GatewayError``."""
         number = next(self._numbers)
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = session, answered
+        self._waiting[number] = session.id, answered
         ids = np.asarray(prompt_ids, np.int32)
         shorter = limits.max_tokens, limits.stop, limits.stop_token_ids
-        self._send(Ask(number, session, ids.tobytes(), *shorter))
+        ahead = self._leased.begin(number, session, ids, limits)
+        self._send(Ask(number, session.id, ids.tobytes(), *shorter, ahead))
         try:
             answer = await answered
         finally:

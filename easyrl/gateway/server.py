@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from aiohttp import web
+from aiohttp import ClientSession, web
 from aiohttp.typedefs import Handler
 
 from easyrl.gateway.chat import ChatTurn, chat_turn, chunks, completion
@@ -20,7 +20,19 @@ from easyrl.gateway.errors import BadRequest, GatewayError
 from easyrl.gateway.generate import generate_response
 from easyrl.gateway.history import AnsweredTurn, chain_of
 from easyrl.gateway.long_requests import LongRequests, too_many
-from easyrl.gateway.messages import Answer, Ask, Close, Open, Order, Refused, Settings, Working
+from easyrl.gateway.leased_requests import LeasedRequests
+from easyrl.gateway.messages import (
+    Answer,
+    Close,
+    Drop,
+    Lend,
+    Open,
+    Order,
+    Refused,
+    Request,
+    Settings,
+    Working,
+)
 from easyrl.gateway.prompts import ChatPrompt, chat_prompt
 from easyrl.gateway.questions import Questions, SampledTurn
 from easyrl.gateway.rendering import Renderer, renderable
@@ -51,19 +63,22 @@ class Gateway:
     Args:
         send: tells the trainer's process what is to be sampled.
         renderer: None: there is no chat template, and chats are refused.
+        http: asks endpoints at which a session was lent a place.
     """
 
     def __init__(
         self,
         settings: Settings,
         renderer: Renderer | None,
-        send: Callable[[Ask | Working], object],
+        send: Callable[[Request], object],
+        http: ClientSession,
     ) -> None:
         self._settings, self._renderer = settings, renderer
         template = "" if renderer is None else renderer.chat_template
         self._parser = chosen_parser(settings.tool_parser, template)
         self._sessions = Sessions(settings)
-        self._questions = Questions(send)
+        self._leased = LeasedRequests(http, settings.vocabulary, send)
+        self._questions = Questions(send, self._leased)
         self._send = send
         self._num_body_bytes = 0
         self._long = LongRequests(settings.max_body_bytes, settings.max_long_bytes)
@@ -79,6 +94,10 @@ class Gateway:
             self._sessions.open(order)
         elif isinstance(order, Close):
             self._close(order.session)
+        elif isinstance(order, Lend):
+            self._sessions.lend(order.session, order.lease)
+        elif isinstance(order, Drop):
+            self._leased.drop(order.number)
         else:
             assert isinstance(order, Answer | Refused)
             self._questions.answered(order)
@@ -134,7 +153,7 @@ class Gateway:
         return _turn_response(told, sampled)
 
     async def _sampled(self, session: Session, request: GenerateRequest) -> SampledTurn:
-        return await self._questions.ask(session.id, request.token_ids, request.limits)
+        return await self._questions.ask(session, request.token_ids, request.limits)
 
     async def _chat(self, http: web.Request, session: Session) -> web.StreamResponse:
         body = await self._body(http, session)
@@ -178,7 +197,7 @@ class Gateway:
             )
             is_long = num_bytes > LONG_BODY_BYTES
             prompt: ChatPrompt = await asyncio.to_thread(render) if is_long else render()
-        sampled = await self._questions.ask(session.id, prompt.ids, request.limits)
+        sampled = await self._questions.ask(session, prompt.ids, request.limits)
         sampled = replace(sampled, new_ids=prompt.new_ids, parent=prompt.parent)
         token_ids, new_text = sampled.token_ids, prompt.new_text
         turn = chat_turn(renderer, self._parser, request, sampled, _stops(session, request.limits))

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from easyrl.config import SamplingConfig
 from easyrl.gateway.errors import BadRequest, GatewayError
 from easyrl.gateway.history import History
-from easyrl.gateway.messages import Open, Settings
+from easyrl.gateway.messages import Lease, Open, Settings
+from easyrl.gateway.turn_sampling import TurnSeeds
 
 T = TypeVar("T")
 
@@ -27,7 +28,10 @@ class Session:
 
     def __init__(self, opened: Open, max_requests: int) -> None:
         self.id, self.key, self.mode = opened.session, opened.key, opened.history
+        self.encoded_sampling = opened.sampling
         self.sampling = SamplingConfig.model_validate_json(opened.sampling)
+        self.seeds = TurnSeeds(opened.seed)
+        self.lease = opened.lease  # of the next turn
         self.history = History()
         self.used_s = time.monotonic()
         self._max_requests, self._num_requests = max_requests, 0
@@ -100,6 +104,10 @@ class Sessions:
             self._refused[opened.session] = opened.key
             return
         self._open[opened.session] = Session(opened, self._settings.max_requests)
+
+    def lend(self, session: str, lease: Lease | None) -> None:
+        if (lent := self._open.get(session)) is not None:
+            lent.lease = lease
 
     def close(self, session: str) -> None:
         self._refused.pop(session, None)

@@ -94,10 +94,7 @@ def fetcher_main(connection: socket.socket) -> None:
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
-    connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=KEEP_ALIVE_S)
-    async with aiohttp.ClientSession(
-        connector=connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=READ_BUFFER_BYTES
-    ) as session:
+    async with endpoint_session() as session:
         frames, api_keys, adapters, fetcher = FrameSplitter(), ApiKeys(), AdapterNames(), None
         client_of = _clients(session)
         while data := await reader.read(ORDERS_BYTES):
@@ -118,6 +115,14 @@ async def _serve(connection: socket.socket) -> None:
                     continue
                 for order in decode_orders(payload):
                     fetcher.obey(order)
+
+
+def endpoint_session() -> aiohttp.ClientSession:
+    """Of this loop, for any number of requests to endpoints side by side."""
+    connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=KEEP_ALIVE_S)
+    return aiohttp.ClientSession(
+        connector=connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=READ_BUFFER_BYTES
+    )
 
 
 class _Fetcher:
@@ -165,7 +170,7 @@ class _Fetcher:
     def _answered(
         self, orders: Sequence[Send], result: Completion | Exception, start_s: float
     ) -> None:
-        self._outbox += _replies(orders, result)
+        self._outbox += replies_to(orders, result)
         now_s = self._loop.time()
         due_s = now_s + min(self._delivery_delay * (now_s - start_s), MAX_DELIVERY_DELAY_S)
         if self._delivery is None or due_s < self._delivery.when():
@@ -179,8 +184,8 @@ class _Fetcher:
         self._send(outbox)
 
 
-def _replies(orders: Sequence[Send], result: Completion | Exception) -> Iterator[Reply]:
-    """One to each."""
+def replies_to(orders: Sequence[Send], result: Completion | Exception) -> Iterator[Reply]:
+    """One to each, of what all of them were answered."""
     if isinstance(result, Completion):
         for order in orders:
             yield Fetched.of(order.number, result)

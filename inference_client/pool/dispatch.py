@@ -46,6 +46,7 @@ class Dispatcher:
         self._outage: asyncio.Task[None] | None = None  # ends those who wait during it
         self._lone: asyncio.Task[None] | None = None  # ends those who wait for another endpoint
         self._lines: dict[Need, WaitingLine] = {}
+        self._lent: dict[GroupAssignment, Callable[[], object]] = {}  # and who hears of its recall
         self._numbers = itertools.count()
         self._turns_are_due = False
 
@@ -68,6 +69,7 @@ class Dispatcher:
 
     def leave(self, group: GroupAssignment) -> None:
         """No further sample of ``group`` comes."""
+        self._lent.pop(group, None)
         endpoint = group.endpoint
         if endpoint is not None and group.num_reserved:
             group.leave()
@@ -75,6 +77,7 @@ class Dispatcher:
 
     def give_back(self, group: GroupAssignment) -> None:
         """A sample of ``group`` does not come yet: the place that is held for it is anybody's."""
+        self._lent.pop(group, None)
         endpoint = group.endpoint
         if endpoint is not None and group.num_reserved:
             group.release(1)
@@ -85,6 +88,7 @@ class Dispatcher:
 
         Raises as ``turn`` does.
         """
+        self._lent.pop(group, None)
         endpoint = self._choose(group, avoid)
         if endpoint is not None:
             group.settle(endpoint)
@@ -93,6 +97,7 @@ class Dispatcher:
         waiting = self._waiting(group, avoid)
         line = self._line(group.need)
         line.add(waiting)
+        self._recall(group.need)
         self.look_for_outage()
         try:
             endpoint = await waiting.place
@@ -106,6 +111,31 @@ class Dispatcher:
             raise
         assert endpoint is not None
         return endpoint
+
+    def lend(self, group: GroupAssignment, on_recall: Callable[[], object]) -> Endpoint | None:
+        """The endpoint at which a place is held for the next request of ``group``, a session; None
+        where that would have to wait.
+
+        Until somebody waits: then ``on_recall`` is called, and the place is anybody's. The first
+        place of a session, which its group has held for it, is not taken back.
+        """
+        endpoint = group.endpoint
+        if endpoint is None or not endpoint.serves(group.need):
+            return None
+        if not group.num_reserved:
+            if any(self._lines.values()) or not endpoint.has_free_room:
+                return None
+            group.reserve(endpoint)
+            self._lent[group] = on_recall
+        return endpoint
+
+    def _recall(self, need: Need) -> None:
+        """Somebody waits: what is lent at endpoints that could serve that is lent no more."""
+        for group, tell in list(self._lent.items()):
+            endpoint = group.endpoint
+            if endpoint is not None and endpoint.serves(need):
+                self.give_back(group)
+                tell()
 
     def release(self, endpoint: Endpoint, num_tokens: int) -> None:
         """A request to ``endpoint`` has ended."""
@@ -296,6 +326,7 @@ class Dispatcher:
         usable = [endpoint for endpoint in self.endpoints if endpoint.serves(need)]
         ready = [endpoint for endpoint in usable if endpoint.has_free_room]
         if not ready:
+            self._recall(need)  # this is called again when a place is free
             return False
         few = line.num_groups < sum(endpoint.is_idle for endpoint in ready)
         waiting = line.next_group()

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -31,6 +31,7 @@ from easyrl.inference_client.errors import (
     StreamsRefused,
     WrongVersion,
 )
+from easyrl.inference_client.pool.asked_ahead import AskedAhead
 from easyrl.inference_client.pool.decode_speed import TimedResponse
 from easyrl.inference_client.pool.dispatch import NeedChanged
 from easyrl.inference_client.pool.endpoint import Endpoint, Need
@@ -139,12 +140,23 @@ class EndpointPool(Fleet):
         """A sample of ``group`` comes later, or not at all: its place is anybody's."""
         self._dispatcher.give_back(group)
 
+    def lend(self, group: GroupAssignment, on_recall: Callable[[], object]) -> Endpoint | None:
+        """The endpoint that may be asked for the next of ``group``, a session, before ``generate``
+        is called (``AskedAhead``); None if it would have to wait for a place. See ``Dispatcher``.
+        """
+        return self._dispatcher.lend(group, on_recall)
+
+    def leave(self, group: GroupAssignment) -> None:
+        """``group``, a session, asks no more."""
+        self._dispatcher.leave(group)
+
     async def generate(
         self,
         prompt_token_ids: np.ndarray,
         sampling: SamplingConfig,
         seed: int,
         group: GroupAssignment,
+        ahead: AskedAhead | None = None,
     ) -> Completion:
         """One response to the prompt, int32 [P], as a sample of ``group``.
 
@@ -160,6 +172,8 @@ class EndpointPool(Fleet):
         ``AttemptsFailed``, ``Outage``, ``NoEndpointError``, ``PromptRejected`` if this prompt is
         refused, ``PromptTooLong`` if no context has room for it. Cancelling aborts the request on
         the server.
+
+        ``ahead``: has been sent already; it is the first attempt if that would ask the same.
         """
         attempts: list[EndpointError] = []
         refusals: list[Refusal] = []
@@ -178,7 +192,13 @@ class EndpointPool(Fleet):
             may_stream = not (attempts or refusals)
             try:
                 completion = await self._attempt(
-                    endpoint, group, prompt_token_ids, fitting, seed, may_stream=may_stream
+                    endpoint,
+                    group,
+                    prompt_token_ids,
+                    fitting,
+                    seed,
+                    may_stream=may_stream,
+                    ahead=None if attempts or refusals else ahead,
                 )
             except PromptRejected as error:
                 refusals.append(Refusal(endpoint, error, endpoint.num_failures))
@@ -206,6 +226,7 @@ class EndpointPool(Fleet):
         seed: int,
         *,
         may_stream: bool,
+        ahead: AskedAhead | None,
     ) -> Completion:
         """The response of ``endpoint``, at which a place is taken, once it has been cleared.
 
@@ -215,10 +236,19 @@ class EndpointPool(Fleet):
         assert task is not None
         endpoint.attempts[task] = None
         endpoint.asked(sampling.max_tokens)
-        began_s = time.monotonic()
+        if ahead is not None and not ahead.is_for(endpoint.url, sampling, seed):
+            ahead.drop()
+            ahead = None
+        began_s = time.monotonic() if ahead is None else ahead.began_s
         try:
             answer = await self._answer(
-                endpoint, group, prompt_token_ids, sampling, seed, may_stream=may_stream
+                endpoint,
+                group,
+                prompt_token_ids,
+                sampling,
+                seed,
+                may_stream=may_stream,
+                ahead=ahead,
             )
             ended_s = time.monotonic()
             await endpoint.cleared.wait()  # a quarantine ends it as it ends what is in flight
@@ -264,6 +294,7 @@ class EndpointPool(Fleet):
         seed: int,
         *,
         may_stream: bool,
+        ahead: AskedAhead | None,
     ) -> Completion | PromptRejected:
         """The response, or the refusal, as it comes; the place is given back then.
 
@@ -271,9 +302,11 @@ class EndpointPool(Fleet):
         """
         try:
             try:
-                completion = await self.ask(
-                    endpoint, prompt_token_ids, sampling, seed, may_stream=may_stream
-                )
+                completion = None if ahead is None else await ahead.answer()
+                if completion is None:
+                    completion = await self.ask(
+                        endpoint, prompt_token_ids, sampling, seed, may_stream=may_stream
+                    )
             except RequestRejected as error:  # its place is held: nothing new is sent meanwhile
                 if isinstance(error, NoSuchModel):
                     self._refuse_restarted(endpoint, error, group.version)

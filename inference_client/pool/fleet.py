@@ -69,7 +69,7 @@ class Fleet:
         self.endpoints: list[Endpoint] = []  # replaced, never changed: other threads read it
         self._config = config
         self._first_urls = list(urls)
-        self._api_keys = api_keys
+        self.api_keys = api_keys
         self.limits = InflightLimits(config.max_inflight, num_shares)
         self._update_timeout_s = update_timeout_s
         self.back_off_s = 0.5  # set aside for so long after a first failure; doubles up to 30 s
@@ -189,11 +189,11 @@ class Fleet:
             if not there.leaving:
                 raise ValueError(f"{url} is an endpoint already")
         if api_key_env is not None:
-            self._api_keys.learn(url, read_variable(api_key_env, "--api-key-env"))
+            self.api_keys.learn(url, read_variable(api_key_env, "--api-key-env"))
         if there is not None:
             self._forget(there)  # what it has in flight finishes all the same
         client = EndpointClient(
-            url, self._session, api_key=self._api_keys.of(url), timeout_s=self._update_timeout_s
+            url, self._session, api_key=self.api_keys.of(url), timeout_s=self._update_timeout_s
         )
         endpoint = Endpoint(client, self.limits.at_first)
         endpoint.down = "no answer yet"

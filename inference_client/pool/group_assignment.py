@@ -51,9 +51,9 @@ class GroupAssignment:
     def __post_init__(self) -> None:
         self.need = Need(self.version)
 
-    def session(self, *, holds_place: bool = True) -> GroupAssignment:
-        """Of one of its samples, which asks several times; takes one of the places that are held,
-        unless it ``holds_place`` no more.
+    def session(self) -> GroupAssignment:
+        """Of one of its samples, which asks several times; takes over one of the places that are
+        held.
 
         It begins where the group is, and keeps to that endpoint while it lives.
         """
@@ -61,11 +61,13 @@ class GroupAssignment:
             self.rank, self.version, self.sample_tokens, 1, self.is_of_batch, True, self
         )
         own.endpoint = self.endpoint
-        if holds_place:
+        if self.num_reserved and self.endpoint is not None:
             self.release(1)
+            own.reserve(self.endpoint)
         return own
 
     def reserve(self, endpoint: Endpoint) -> None:
+        """Holds places for all of its samples there."""
         self.endpoint = endpoint
         self.num_reserved = self.num_samples
         endpoint.num_reserved += self.num_reserved

@@ -8,7 +8,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,7 @@ from easyrl.schema import Prompt
 
 CLIENT = Path(__file__).with_name("client.py")
 ROUTES = ("chat", "tokens")  # in turns, session by session
+NUM_PROMPTS = 512  # even: the route is the number's
 Way = Literal["direct", "proxy", "gateway"]  # from client to server
 NO_PROMPT = np.zeros(1, dtype=np.int32)  # an environment's own are asked for
 
@@ -74,6 +75,7 @@ class Sessions:
         self._urls, self._variants, self._texts = urls, variants, texts
         self._at_a_time, self._on_turn = at_a_time, on_turn
         self._numbers = itertools.count()
+        self._asked = [self._made(number) for number in range(NUM_PROMPTS)]
 
     async def run(self, duration_s: float, way: Way) -> Turns:
         """Begins none behind ``duration_s``, and returns when all have ended."""
@@ -87,7 +89,7 @@ class Sessions:
         while time.monotonic() < end_s:
             number = next(self._numbers)
             route = ROUTES[number % len(ROUTES)]
-            prompt = self._prompt(number, route, direct=way != "gateway")
+            prompt = self._prompt(number, direct=way != "gateway")
             if way == "gateway":
                 turns.added_s[route] += await self._through_the_gateway(prompt, number)
             else:
@@ -102,26 +104,38 @@ class Sessions:
         pool, sampling = self._inference.pool, self._inference.config.rollout
         held = pool.group(FIRST_TOKENS, SAMPLED_TOKENS, VERSION, num_samples=1, sampling=sampling)
         async with held as place:
-            generate = EpisodeTurns(pool, place)
-            made = await self._player.play(prompt, 0, sampling, seed, generate, self._on_turn)
+            with closing(EpisodeTurns(pool, place)) as turns:
+                made = await self._player.play(
+                    prompt,
+                    0,
+                    sampling,
+                    seed,
+                    turns,
+                    self._on_turn,
+                    turns.put_off,
+                    turns.lend_place,
+                )
         assert made.episode is not None
         if made.episode.failure is not None:
             raise RuntimeError(made.episode.failure)
         return list(made.episode.turn_rewards)
 
-    def _prompt(self, number: int, route: str, *, direct: bool) -> Prompt:
+    def _prompt(self, number: int, *, direct: bool) -> Prompt:
+        metadata = {"direct": direct, **self._asked[number % NUM_PROMPTS]}
+        return Prompt(number, NO_PROMPT, "", None, metadata=metadata)
+
+    def _made(self, number: int) -> dict[str, Any]:
+        """What a session asks for: beforehand, so that its making takes nobody's time."""
         rng = random.Random(number)
         lengths = [FIRST_TOKENS, *[ADDED_TOKENS] * (NUM_TURNS - 1)]
-        is_chat = route == "chat"
-        metadata: dict[str, Any] = {
-            "direct": direct,
+        is_chat = ROUTES[number % len(ROUTES)] == "chat"
+        return {
             "is_chat": is_chat,
             "variants": str(self._variants),
             "max_tokens": SAMPLED_TOKENS,
             "texts": [self._texts.text(rng, n) if is_chat else "" for n in lengths],
             "token_ids": [[] if is_chat else self._texts.ids(rng, n) for n in lengths],
         }
-        return Prompt(number, NO_PROMPT, "", None, metadata=metadata)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import numpy as np
 from easyrl.config import HistoryMode, OnFailure, SamplingConfig
 from easyrl.environments.host_process import ToolCallTime
 from easyrl.episodes.session import Session
+from easyrl.inference_client.pool.asked_ahead import AskedAhead
 from easyrl.schema import Completion, Prompt, VersionSpan
 
 IDS = np.array([5, 6, 7], dtype=np.int32)
@@ -45,7 +46,13 @@ class Endpoint:
     def __post_init__(self) -> None:
         self.gate = asyncio.Event()
 
-    async def __call__(self, ids: np.ndarray, sampling: SamplingConfig, seed: int) -> Completion:
+    async def __call__(
+        self,
+        ids: np.ndarray,
+        sampling: SamplingConfig,
+        seed: int,
+        ahead: AskedAhead | None = None,
+    ) -> Completion:
         self.seeds.append(seed)
         self.sampling.append(sampling)
         self.prompts.append(ids)
