@@ -25,7 +25,9 @@ from easyrl.gateway.messages import (
     Lease,
     Lend,
     Open,
+    Order,
     Ready,
+    Recorded,
     Refused,
     Settings,
     Working,
@@ -54,6 +56,11 @@ class GatewayChild(ReportingChild):
     process ends, its sessions are lost (``SessionLost``): those are suspects of which a long
     request was worked on, else all. The next session starts another process: if that does not come
     up, once more, ``MAX_STARTS`` times in all.
+
+    Where a session is lent a place at an endpoint, the process asks that itself for the next turn,
+    at once, and tells of it (``AskedAhead``): what comes back is checked and recorded here as any
+    other response, before it is answered. Not once a process has died: what it was sent may have
+    been the reason, and fetchers find out whose answer that was (``Suspects``).
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -62,6 +69,7 @@ class GatewayChild(ReportingChild):
         self._sessions: dict[str, Session] = {}
         self._ready: asyncio.Future[tuple[int, str | None]] | None = None  # of the process
         self._ahead: dict[int, AskedAhead] = {}  # by number of the ``Ask``
+        self._leases: dict[str, Lease] = {}  # as sessions have them
         self._lends = True
         self._working: Counter[str] = Counter()  # long requests that are worked on, by session
         self._has_served = self._is_closed = False
@@ -77,18 +85,16 @@ class GatewayChild(ReportingChild):
         child = self.child
         self._sessions[session.id] = session
         sampling = session.sampling.model_dump_json(include=SAMPLING_FIELDS)
-        lease = self._lease(session)
-        self.post(
-            Open(
-                session.id, session.key, sampling.encode(), session.history, session.seed, lease
-            )
-        )
+        said = session.id, session.key, sampling.encode(), session.history
+        self.post(Open(*said, session.max_turns, session.seed))
+        self._lend(session)
         try:
             yield f"http://127.0.0.1:{port}/sessions/{session.id}"
         finally:
             if self.child is child and not self.alive:
                 # it has ended, and clients have heard of it before ``on_end``: not their failure
                 await asyncio.wait([session.failed], timeout=END_LIMIT_S)
+            self._leases.pop(session.id, None)
             if self._sessions.pop(session.id, None) is not None:  # else the process has ended
                 self.post(Close(session.id))
 
@@ -112,6 +118,7 @@ class GatewayChild(ReportingChild):
     async def close(self) -> None:
         self._is_closed = True
         await super().close()
+        self._give_up_ahead()
 
     def on_message(self, payload: bytes) -> None:
         super().on_message(payload)
@@ -132,9 +139,8 @@ class GatewayChild(ReportingChild):
 
     def on_end(self, how: str) -> None:
         log.warning("the gateway's process ended: %s; %d episodes", how, len(self._sessions))
-        self._outbox, self._lends = [], False
-        for ahead in self._ahead.values():
-            ahead.answered(None)
+        self._outbox, self._leases, self._lends = [], {}, False
+        self._give_up_ahead()
         if self._ready is not None and not self._ready.done():
             self._on_failed_start(self._ready, how)
             return
@@ -165,36 +171,20 @@ class GatewayChild(ReportingChild):
         if not self._is_closed:
             self.ensure_started()
 
-    def _lease(self, session: Session) -> Lease | None:
-        return session.lease(partial(self._recall, session)) if self._lends else None
+    # ---- turns -----------------------------------------------------------------------------------
 
-    def _recall(self, session: Session) -> None:
-        self.post(Lend(session.id, None))
+    def _lend(self, session: Session) -> None:
+        """Tells the gateway which endpoint ``session`` may ask by itself from now on."""
+        lease = session.lease(partial(self._recall, session.id)) if self._lends else None
+        if lease is None:
+            self._recall(session.id)
+        elif lease != self._leases.get(session.id):
+            self._leases[session.id] = lease
+            self.post(Lend(session.id, lease))
 
-    def _came(self, reply: Fetched | Failed) -> None:
-        if (ahead := self._ahead.get(reply.number)) is None:
-            return  # dropped
-        if isinstance(reply, Fetched):
-            ahead.answered(reply.completion(ahead.url))
-        else:
-            ahead.answered(pickle.loads(reply.failure).exception())
-
-    def _asked_ahead(self, asked: Ask) -> AskedAhead | None:
-        if asked.ahead is None:
-            return None
-        number, sent = asked.number, asked.ahead
-        self._ahead[number] = ahead = AskedAhead(
-            sent.url,
-            sent.seed,
-            sent.max_tokens,
-            sent.began_s,
-            lambda: self._drop(number, ahead),
-        )
-        return ahead
-
-    def _drop(self, number: int, ahead: AskedAhead) -> None:
-        if self._ahead.get(number) is ahead:
-            self.post(Drop(number))
+    def _recall(self, session: str) -> None:
+        if self._leases.pop(session, None) is not None:
+            self.post(Lend(session, None))
 
     def _ask(self, asked: Ask) -> None:
         session, child = self._sessions.get(asked.session), self.child
@@ -226,10 +216,44 @@ class GatewayChild(ReportingChild):
         if child is not self.child:  # it is a number of another process's
             return
         if isinstance(made, TurnRecord):
-            self.post(Answer.of(number, made.completion, made.id))
+            if ahead is not None and ahead.is_answer(made.completion):
+                self.post(Recorded(number, made.id))
+            else:
+                self.post(Answer.of(number, made.completion, made.id))
         elif isinstance(made, TurnRefused):
             self.post(Refused(number, made.status, str(made), made.code))
         else:
             raise made
-        if session is not None and (lease := self._lease(session)) is not None:
-            self.post(Lend(session.id, lease))
+        if session is not None:
+            self._lend(session)
+
+    def _give_up_ahead(self) -> None:
+        """The process is gone: what it has sent is sent again, by a fetcher."""
+        for ahead in self._ahead.values():
+            ahead.answered(None)
+        self._ahead = {}
+
+    def _came(self, reply: Fetched | Failed) -> None:
+        if (ahead := self._ahead.get(reply.number)) is None:
+            return  # dropped
+        if isinstance(reply, Fetched):
+            ahead.answered(reply.completion(ahead.url))
+        else:
+            ahead.answered(pickle.loads(reply.failure).exception())
+
+    def _asked_ahead(self, asked: Ask) -> AskedAhead | None:
+        if asked.ahead is None:
+            return None
+        number, sent = asked.number, asked.ahead
+        self._ahead[number] = ahead = AskedAhead(
+            sent.url,
+            sent.seed,
+            sent.max_tokens,
+            sent.began_s,
+            lambda: self._drop(number, ahead),
+        )
+        return ahead
+
+    def _drop(self, number: int, ahead: AskedAhead) -> None:
+        if self._ahead.get(number) is ahead:
+            self.post(Drop(number))

@@ -27,7 +27,13 @@ from easyrl.schema import Completion
 
 
 class LeasedRequests:
-    """Those under way, by the number of their ``Ask``."""
+    """Those that have been sent, by the number of their ``Ask``, until that is answered.
+
+    Args:
+        http: asks the endpoints.
+        vocabulary: of the policy; a response with another token is its endpoint's fault.
+        send: tells the trainer's process.
+    """
 
     def __init__(
         self,
@@ -36,6 +42,8 @@ class LeasedRequests:
         send: Callable[[Came], object],
     ) -> None:
         self._send = send
+        self._asking: dict[int, Session] = {}
+        self._responses: dict[int, Completion] = {}
         keys, names = ApiKeys(), AdapterNames()
         fetch = local_fetch(http, vocabulary, keys, adapters=names)
         self._requests = SingleRequests(fetch, keys, names, self._answered)
@@ -43,22 +51,26 @@ class LeasedRequests:
     def begin(
         self, number: int, session: Session, prompt_ids: np.ndarray, limits: Limits
     ) -> Ahead | None:
-        """Asks the endpoint that ``session`` was lent, once; None: the trainer's process has to.
+        """Asks the endpoint at which ``session`` was lent a place; None: the trainer's process has
+        to ask.
 
-        That looks at stop strings, at prompts without tokens, and at those for which a context is
-        too short.
+        That looks at stop strings, at prompts without tokens, at those for which the context is too
+        short, and at turns beyond the last.
         """
         seed = session.seeds.next(prompt_ids)
+        session.num_asked += 1
         lease = session.lease
-        if lease is None or limits.stop or not len(prompt_ids):
+        if lease is None or session.is_asking or session.num_asked > session.max_turns:
             return None
         sampling = narrowed(session.sampling, limits.max_tokens, (), limits.stop_token_ids)
-        if len(prompt_ids) + sampling.max_tokens > lease.context:
+        num_tokens = len(prompt_ids) + sampling.max_tokens
+        if limits.stop or not len(prompt_ids) or num_tokens > lease.context:
             return None
-        session.lease = None
         encoded = session.encoded_sampling
         if sampling is not session.sampling:
             encoded = sampling.model_dump_json().encode()
+        session.is_asking = True
+        self._asking[number] = session
         prompt = prompt_ids.tobytes()
         self._requests.add(
             Send(number, lease.url, prompt, encoded, seed, lease.api_key, model=lease.model)
@@ -67,10 +79,22 @@ class LeasedRequests:
 
     def drop(self, number: int) -> None:
         """Nobody needs the response."""
-        self._requests.cancel(number)
+        if (session := self._asking.pop(number, None)) is not None:
+            session.is_asking = False
+            self._requests.cancel(number)
+
+    def take(self, number: int) -> Completion | None:
+        """The response, if it came; the ``Ask`` is over."""
+        return self._responses.pop(number, None)
 
     def _answered(
         self, orders: Sequence[Send], result: Completion | Exception, start_s: float
     ) -> None:
+        (order,) = orders
+        if (session := self._asking.pop(order.number, None)) is None:
+            return  # dropped as it came
+        session.is_asking = False
+        if isinstance(result, Completion):
+            self._responses[order.number] = result
         for reply in replies_to(orders, result):
             self._send(Came(reply))

@@ -37,7 +37,8 @@ class Settings(msgspec.Struct, array_like=True):
 
 
 class Lease(msgspec.Struct, array_like=True, gc=False):
-    """An endpoint that the gateway may ask itself for a session's next turn: a place is held."""
+    """An endpoint that the gateway may ask itself for a session's turns, one at a time: a place
+    is held there."""
 
     url: str
     context: int  # tokens of prompt and response together
@@ -52,8 +53,8 @@ class Open(msgspec.Struct, array_like=True, tag=0, gc=False):
     key: str  # of HTTP
     sampling: bytes  # JSON of the ``SamplingConfig`` that training samples with
     history: HistoryMode = "keep"
+    max_turns: int = 1000
     seed: int = 0  # of the sample
-    lease: Lease | None = None
 
 
 class Close(msgspec.Struct, array_like=True, tag=1, gc=False):
@@ -84,6 +85,13 @@ class Answer(msgspec.Struct, array_like=True, tag=2, gc=False):
             made.endpoint,
             turn,
         )
+
+
+class Recorded(msgspec.Struct, array_like=True, tag=6, gc=False):
+    """The response to an ``Ask`` that was asked ahead is recorded, as it came."""
+
+    number: int
+    turn: str  # its id
 
 
 class Refused(msgspec.Struct, array_like=True, tag=3, gc=False):
@@ -150,7 +158,7 @@ class Working(msgspec.Struct, array_like=True, tag=2, gc=False):
     goes_on: bool  # else it is over
 
 
-Order: TypeAlias = Open | Close | Answer | Refused | Lend | Drop
+Order: TypeAlias = Open | Close | Answer | Recorded | Refused | Lend | Drop
 Request: TypeAlias = Ready | Ask | Working | Came
 
 encode = msgspec.msgpack.Encoder().encode

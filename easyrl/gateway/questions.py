@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import aiohttp
 import numpy as np
 
+from easyrl.completion_check import Vocabulary
 from easyrl.gateway.errors import GatewayError
 from easyrl.gateway.history import AnsweredTurn
 from easyrl.gateway.leased_requests import LeasedRequests
-from easyrl.gateway.messages import Answer, Ask, Refused
+from easyrl.gateway.messages import Answer, Ask, Came, Recorded, Refused
 from easyrl.gateway.requests import Limits
 from easyrl.gateway.sessions import Session
 from easyrl.schema import VersionSpan
@@ -43,8 +45,14 @@ class SampledTurn:
 class Questions:
     """Turns that are being sampled, by number."""
 
-    def __init__(self, send: Callable[[Ask], object], leased: LeasedRequests) -> None:
-        self._send, self._leased = send, leased
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        vocabulary: Vocabulary,
+        send: Callable[[Ask | Came], object],
+    ) -> None:
+        self._send = send
+        self.leased = LeasedRequests(http, vocabulary, send)
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[str, asyncio.Future[Answer]]] = {}
 
@@ -55,7 +63,7 @@ class Questions:
         self._waiting[number] = session.id, answered
         ids = np.asarray(prompt_ids, np.int32)
         shorter = limits.max_tokens, limits.stop, limits.stop_token_ids
-        ahead = self._leased.begin(number, session, ids, limits)
+        ahead = self.leased.begin(number, session, ids, limits)
         self._send(Ask(number, session.id, ids.tobytes(), *shorter, ahead))
         try:
             answer = await answered
@@ -70,8 +78,12 @@ class Questions:
             answer.turn,
         )
 
-    def answered(self, told: Answer | Refused) -> None:
+    def answered(self, told: Answer | Recorded | Refused) -> None:
         """One that nobody waits for any more is ignored."""
+        response = self.leased.take(told.number)
+        if isinstance(told, Recorded):
+            assert response is not None
+            told = Answer.of(told.number, response, told.turn)
         _, future = self._waiting.get(told.number, (None, None))
         if future is None or future.done():
             return

@@ -20,7 +20,6 @@ from easyrl.gateway.errors import BadRequest, GatewayError
 from easyrl.gateway.generate import generate_response
 from easyrl.gateway.history import AnsweredTurn, chain_of
 from easyrl.gateway.long_requests import LongRequests, too_many
-from easyrl.gateway.leased_requests import LeasedRequests
 from easyrl.gateway.messages import (
     Answer,
     Close,
@@ -28,6 +27,7 @@ from easyrl.gateway.messages import (
     Lend,
     Open,
     Order,
+    Recorded,
     Refused,
     Request,
     Settings,
@@ -77,8 +77,7 @@ class Gateway:
         template = "" if renderer is None else renderer.chat_template
         self._parser = chosen_parser(settings.tool_parser, template)
         self._sessions = Sessions(settings)
-        self._leased = LeasedRequests(http, settings.vocabulary, send)
-        self._questions = Questions(send, self._leased)
+        self._questions = Questions(http, settings.vocabulary, send)
         self._send = send
         self._num_body_bytes = 0
         self._long = LongRequests(settings.max_body_bytes, settings.max_long_bytes)
@@ -97,9 +96,9 @@ class Gateway:
         elif isinstance(order, Lend):
             self._sessions.lend(order.session, order.lease)
         elif isinstance(order, Drop):
-            self._leased.drop(order.number)
+            self._questions.leased.drop(order.number)
         else:
-            assert isinstance(order, Answer | Refused)
+            assert isinstance(order, Answer | Recorded | Refused)
             self._questions.answered(order)
 
     def close_idle(self) -> None:

@@ -31,7 +31,9 @@ class Session:
         self.encoded_sampling = opened.sampling
         self.sampling = SamplingConfig.model_validate_json(opened.sampling)
         self.seeds = TurnSeeds(opened.seed)
-        self.lease = opened.lease  # of the next turn
+        self.max_turns, self.num_asked = opened.max_turns, 0
+        self.lease: Lease | None = None
+        self.is_asking = False  # an endpoint, by itself
         self.history = History()
         self.used_s = time.monotonic()
         self._max_requests, self._num_requests = max_requests, 0

@@ -40,6 +40,13 @@ class AskedAhead:
             self.drop()
             raise
 
+    def is_answer(self, made: Completion) -> bool:
+        """Whether ``made`` is what its endpoint said."""
+        if not self._answer.done() or self._answer.cancelled() or self._answer.exception():
+            return False
+        said = self._answer.result()
+        return said is not None and said.token_ids is made.token_ids
+
     def answered(self, said: Completion | Exception | None) -> None:
         """By its endpoint; None: whoever had asked is gone."""
         self._is_open = False

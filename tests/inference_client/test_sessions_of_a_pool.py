@@ -75,7 +75,8 @@ async def test_each_session_takes_a_place_that_its_group_holds():
         endpoint = pool.endpoints[0]
         before = endpoint.num_reserved
         sessions = [each.session() for each in (first, first, held, held)]
-        assert before == 4 and endpoint.num_reserved == 0
+        assert before == 4 == endpoint.num_reserved
+        assert [each.num_reserved for each in (first, held, *sessions)] == [0, 0, 1, 1, 1, 1]
         made = await asyncio.gather(*(turn(pool, each, seed) for seed, each in enumerate(sessions)))
         assert len(made) == len(server.requests) == 4
     assert endpoint.num_reserved == endpoint.num_inflight == endpoint.outstanding_tokens == 0
@@ -92,7 +93,7 @@ async def test_a_sample_that_comes_later_gives_the_place_that_is_held_for_it_bac
         for _ in range(2):
             first.put_off()  # once for all
         place = await asyncio.wait_for(other, 10)
-        assert held.num_reserved == 1
+        assert pool.endpoints[0].num_reserved == 2  # of the second, and of the other group
         await asyncio.gather(
             *(each(PROMPT, SAMPLING, 1) for each in (first, second)),
             pool.generate(PROMPT, SAMPLING, 2, place),

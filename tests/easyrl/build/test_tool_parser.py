@@ -43,8 +43,8 @@ def test_a_tool_loop_whose_calls_nobody_reads_is_refused(
 def test_the_gateway_is_told_the_parser_and_the_ends(tmp_path: Path) -> None:
     config = load(tmp_path, "data.tool_parser=mistral", text=TOOLS)
     settings = gateway_settings(config, Vocabulary(100, frozenset({7, 2})))
-    assert (settings.tool_parser, settings.end_ids) == ("mistral", [2, 7])
-    assert gateway_settings(config, Vocabulary(100)).end_ids is None
+    assert settings.tool_parser == "mistral"
+    assert settings.vocabulary == Vocabulary(100, frozenset({7, 2}))
 
 
 def test_names_that_there_are_not_and_runs_without_environments_are_refused(

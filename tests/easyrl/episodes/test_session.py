@@ -59,8 +59,7 @@ async def test_seeds_depend_on_what_is_asked_and_how_often_not_on_order():
         await second.turn(prompt)
     assert len(set(one.seeds)) == 3
     assert one.seeds == [two.seeds[1], two.seeds[0], two.seeds[2]]
-    other = session(three := Endpoint())
-    other.seed = 78
+    other = Session(PROMPT, SamplingConfig(max_tokens=8), 78, three := Endpoint())
     await other.turn(IDS)
     assert three.seeds[0] not in one.seeds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,16 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from easyrl.completion_check import Vocabulary
 from easyrl.config import SamplingConfig
 from easyrl.gateway.messages import (
     Answer,
     Ask,
+    Came,
     Close,
     Open,
     Ready,
+    Recorded,
     Refused,
     Settings,
     Working,
@@ -29,6 +32,7 @@ from easyrl.gateway.messages import (
     encode,
 )
 from easyrl.gateway.process import serve
+from easyrl.inference_client.fetching.messages import Failed, Fetched
 from easyrl.runtime.frames import FrameSplitter, frame
 from easyrl.schema import VersionSpan
 
@@ -108,6 +112,7 @@ class Trainer:
         self.asked: list[Ask] = []
         self.working: list[Working] = []
         self.answered: list[list[int]] = []  # sampled ids
+        self.came: list[Fetched | Failed] = []  # what endpoints said that the gateway has asked
         self.says: list[Any] = []
         self.finish_reason = "stop"
         self.may_answer = asyncio.Event()
@@ -140,6 +145,8 @@ class Trainer:
                         self.ready.set_result(request)
                     elif isinstance(request, Working):
                         self.working.append(request)
+                    elif isinstance(request, Came):
+                        self.came.append(request.reply)
                     else:
                         task = asyncio.create_task(self._answer(request))
                         tasks.add(task)
@@ -148,7 +155,12 @@ class Trainer:
     async def _answer(self, asked: Ask) -> None:
         self.asked.append(asked)
         said = self.says.pop(0) if self.says else f"answer {len(self.asked)}"
+        while asked.ahead is not None and asked.number not in [c.number for c in self.came]:
+            await asyncio.sleep(0.005)
         await self.may_answer.wait()
+        if any(isinstance(c, Fetched) and c.number == asked.number for c in self.came):
+            self.send(Recorded(asked.number, f"turn-{SESSION}-{asked.number}"))
+            return
         if isinstance(said, Refused):
             self.send(Refused(asked.number, said.status, said.message, said.code))
             return
@@ -200,6 +212,9 @@ async def served(
     history: str = "keep",
     sampling: SamplingConfig | None = None,
     open_session: bool = True,
+    end_ids: Collection[int] | None = None,
+    vocabulary: Vocabulary | None = None,
+    open_as: Open | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
     tokenizer = chat_tokenizer(chat_template)
@@ -207,8 +222,10 @@ async def served(
     ours, theirs = socket.socketpair()
     trainer = Trainer(tokenizer, ours)
     serving = asyncio.create_task(serve(theirs))
-    settings.setdefault("end_ids", [tokenizer.eos_token_id])
-    running = asyncio.create_task(trainer.run(Settings(str(folder), **settings)))
+    ends = frozenset([tokenizer.eos_token_id] if end_ids is None else end_ids)
+    vocabulary = vocabulary or Vocabulary(len(tokenizer), ends)
+    whole = Settings(str(folder), vocabulary=vocabulary, **settings)
+    running = asyncio.create_task(trainer.run(whole))
     try:
         done, _ = await asyncio.wait(
             [serving, running, trainer.ready], return_when=asyncio.FIRST_COMPLETED
@@ -218,7 +235,7 @@ async def served(
         ready = trainer.ready.result()
         if open_session:
             told = (sampling or SamplingConfig()).model_dump_json().encode()
-            trainer.send(Open(SESSION, KEY, told, history))
+            trainer.send(open_as or Open(SESSION, KEY, told, history))
         async with aiohttp.ClientSession() as http:
             gateway = Served(trainer, ready.port, http)
             await until_open(gateway)
