@@ -79,7 +79,7 @@ MAY_IMPORT = {
     # a process of its own between environments and the trainer's
     "gateway": "schema config completion_check runtime.frames runtime.garbage runtime.machine"
     " runtime.workers.child_process inference_client.adapter_names inference_client.api_keys"
-    " inference_client.fetching",
+    " inference_client.errors inference_client.fetching",
     "episodes": "schema config metrics.event_log runtime.workers timeline.spans"
     " environments.failures gateway.messages gateway.process gateway.turn_sampling"
     " inference_client.errors inference_client.fetching inference_client.pool.asked_ahead",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +21,7 @@ from easyrl.gateway.messages import (
     Came,
     Close,
     Drop,
+    Failed,
     Lease,
     Lend,
     Open,
@@ -35,8 +35,9 @@ from easyrl.gateway.messages import (
     encode,
 )
 from easyrl.gateway.process import ENTRY
+from easyrl.inference_client import errors
 from easyrl.inference_client.fetching.fetcher import ENVIRONMENT
-from easyrl.inference_client.fetching.messages import Failed, Fetched
+from easyrl.inference_client.fetching.messages import Fetched
 from easyrl.inference_client.pool.asked_ahead import AskedAhead
 from easyrl.runtime.workers.child_process import END_LIMIT_S, Child
 from easyrl.runtime.workers.reporting_child import ReportingChild
@@ -239,7 +240,7 @@ class GatewayChild(ReportingChild):
         if isinstance(reply, Fetched):
             ahead.answered(reply.completion(ahead.url))
         else:
-            ahead.answered(pickle.loads(reply.failure).exception())
+            ahead.answered(_error(ahead.url, reply))
 
     def _asked_ahead(self, asked: Ask) -> AskedAhead | None:
         if asked.ahead is None:
@@ -249,7 +250,6 @@ class GatewayChild(ReportingChild):
             sent.url,
             sent.seed,
             sent.max_tokens,
-            sent.began_s,
             lambda: self._drop(number, ahead),
         )
         return ahead
@@ -257,3 +257,12 @@ class GatewayChild(ReportingChild):
     def _drop(self, number: int, ahead: AskedAhead) -> None:
         if self._ahead.get(number) is ahead:
             self.post(Drop(number))
+
+
+def _error(url: str, failed: Failed) -> Exception:
+    kind = getattr(errors, failed.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.EndpointError):
+        if kind.__init__ is errors.EndpointError.__init__:
+            return kind(url, failed.reason)
+        return errors.EndpointUnavailable(url, failed.reason)
+    return RuntimeError(f"{failed.kind}: {failed.reason}")

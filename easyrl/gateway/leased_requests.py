@@ -7,21 +7,21 @@ was told of the request and takes it for its own where it would have asked the s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import aiohttp
 import numpy as np
 
 from easyrl.completion_check import Vocabulary
-from easyrl.gateway.messages import Ahead, Came
+from easyrl.gateway.messages import Ahead, Came, Failed
 from easyrl.gateway.requests import Limits
 from easyrl.gateway.sessions import Session
 from easyrl.gateway.turn_sampling import narrowed
 from easyrl.inference_client.adapter_names import AdapterNames
 from easyrl.inference_client.api_keys import ApiKeys
-from easyrl.inference_client.fetching.fetcher_process import local_fetch, replies_to
-from easyrl.inference_client.fetching.messages import Send
+from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
+from easyrl.inference_client.fetching.fetcher_process import NO_MEMORY, local_fetch
+from easyrl.inference_client.fetching.messages import Fetched, Send
 from easyrl.inference_client.fetching.single_requests import SingleRequests
 from easyrl.schema import Completion
 
@@ -75,7 +75,7 @@ class LeasedRequests:
         self._requests.add(
             Send(number, lease.url, prompt, encoded, seed, lease.api_key, model=lease.model)
         )
-        return Ahead(lease.url, seed, sampling.max_tokens, time.monotonic())
+        return Ahead(lease.url, seed, sampling.max_tokens)
 
     def drop(self, number: int) -> None:
         """Nobody needs the response."""
@@ -96,5 +96,13 @@ class LeasedRequests:
         session.is_asking = False
         if isinstance(result, Completion):
             self._responses[order.number] = result
-        for reply in replies_to(orders, result):
-            self._send(Came(reply))
+            self._send(Came(Fetched.of(order.number, result)))
+        else:
+            self._send(Came(_failed(order.number, result)))
+
+
+def _failed(number: int, error: Exception) -> Failed:
+    if isinstance(error, MemoryError):
+        return Failed(number, EndpointUnavailable.__name__, NO_MEMORY)
+    reason = error.reason if isinstance(error, EndpointError) else str(error)
+    return Failed(number, type(error).__name__, reason)

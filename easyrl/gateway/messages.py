@@ -9,7 +9,7 @@ import numpy as np
 
 from easyrl.completion_check import ANY_INT32, Vocabulary
 from easyrl.config import HistoryMode, ToolParserName
-from easyrl.inference_client.fetching.messages import Failed, Fetched
+from easyrl.inference_client.fetching.messages import Fetched
 from easyrl.schema import Completion, VersionSpan
 
 NO_TEMPLATE = "there is none"  # a ``template_problem``: chats cannot be rendered at all
@@ -130,7 +130,6 @@ class Ahead(msgspec.Struct, array_like=True, gc=False):
     url: str
     seed: int
     max_tokens: int
-    began_s: float  # time.monotonic(), which all processes of a machine share
 
 
 class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
@@ -143,6 +142,14 @@ class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ahead: Ahead | None = None  # the gateway has asked an endpoint already
+
+
+class Failed(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """What an endpoint that was asked ahead did not do."""
+
+    number: int  # of the ``Ask``
+    kind: str  # the name of an ``EndpointError``, or of another exception
+    reason: str
 
 
 class Came(msgspec.Struct, array_like=True, tag=3, gc=False):

@@ -114,6 +114,7 @@ class Sessions:
     def close(self, session: str) -> None:
         self._refused.pop(session, None)
         if (closed := self._open.pop(session, None)) is not None:
+            closed.lease = None  # a request of it may still be read
             self._closed[session] = closed.key
             if len(self._closed) > MAX_CLOSED:
                 self._closed.popitem(last=False)

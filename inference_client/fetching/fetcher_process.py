@@ -46,6 +46,7 @@ ORDERS_BYTES = 2**16  # read at once
 # Of the machine's. Each answer is bounded, yet all endpoints could send as much as they may at
 # once: that is to fail here, and not to have the system end whoever is largest, the trainer.
 MEMORY_SHARE = 0.25
+NO_MEMORY = "its answer did not fit into the memory of the process that reads it"
 READ_BUFFER_BYTES = 2**20  # a response fits: reading is not stopped and started again
 # Replies travel together: one waits for others, a part of the time that it took and at most
 MAX_DELIVERY_DELAY_S = 0.1
@@ -170,7 +171,7 @@ class _Fetcher:
     def _answered(
         self, orders: Sequence[Send], result: Completion | Exception, start_s: float
     ) -> None:
-        self._outbox += replies_to(orders, result)
+        self._outbox += _replies(orders, result)
         now_s = self._loop.time()
         due_s = now_s + min(self._delivery_delay * (now_s - start_s), MAX_DELIVERY_DELAY_S)
         if self._delivery is None or due_s < self._delivery.when():
@@ -184,15 +185,14 @@ class _Fetcher:
         self._send(outbox)
 
 
-def replies_to(orders: Sequence[Send], result: Completion | Exception) -> Iterator[Reply]:
-    """One to each, of what all of them were answered."""
+def _replies(orders: Sequence[Send], result: Completion | Exception) -> Iterator[Reply]:
+    """One to each."""
     if isinstance(result, Completion):
         for order in orders:
             yield Fetched.of(order.number, result)
         return
     if isinstance(result, MemoryError):
-        reason = "its answer did not fit into the fetcher's memory"
-        result = EndpointUnavailable(orders[0].url, reason)
+        result = EndpointUnavailable(orders[0].url, NO_MEMORY)
     try:
         raise result  # with a traceback, if it has none
     except Exception as error:

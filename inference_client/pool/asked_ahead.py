@@ -20,17 +20,17 @@ class AskedAhead:
     url: str  # of the endpoint
     seed: int
     max_tokens: int
-    began_s: float  # when it was sent, time.monotonic()
     forget: Callable[[], object]  # nobody needs its answer: aborts it
     _answer: asyncio.Future[Completion | None] = field(init=False)
-    _is_open: bool = field(default=True, init=False)
+    _is_dropped: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._answer = asyncio.get_running_loop().create_future()
 
     def is_for(self, url: str, sampling: SamplingConfig, seed: int) -> bool:
         """Whether it asks ``url`` for what is to be asked for; all else of ``sampling`` is."""
-        return (self.url, self.max_tokens, self.seed) == (url, sampling.max_tokens, seed)
+        asked = self.url, self.max_tokens, self.seed
+        return not self._is_dropped and asked == (url, sampling.max_tokens, seed)
 
     async def answer(self) -> Completion | None:
         """None where nobody will say: it has to be asked for again. Raises ``EndpointError``."""
@@ -49,9 +49,8 @@ class AskedAhead:
 
     def answered(self, said: Completion | Exception | None) -> None:
         """By its endpoint; None: whoever had asked is gone."""
-        self._is_open = False
         if self._answer.done():
-            return
+            return  # whoever waited for it was cancelled
         if isinstance(said, Exception):
             self._answer.set_exception(said)
             self._answer.exception()  # nobody may be there to ask
@@ -60,6 +59,7 @@ class AskedAhead:
 
     def drop(self) -> None:
         """Nobody needs it, or nobody does any more."""
-        if self._is_open:
-            self._is_open = False
-            self.forget()
+        if not self._is_dropped:
+            self._is_dropped = True
+            if not self._answer.done() or self._answer.cancelled():
+                self.forget()

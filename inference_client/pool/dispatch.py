@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from easyrl.inference_client.errors import NoEndpointError, Outage
 from easyrl.inference_client.pool.endpoint import Endpoint, Need
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
+from easyrl.inference_client.pool.lent_places import LentPlaces
 from easyrl.inference_client.pool.request_queue import Waiting, WaitingLine
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Dispatcher:
         self._outage: asyncio.Task[None] | None = None  # ends those who wait during it
         self._lone: asyncio.Task[None] | None = None  # ends those who wait for another endpoint
         self._lines: dict[Need, WaitingLine] = {}
-        self._lent: dict[GroupAssignment, Callable[[], object]] = {}  # and who hears of its recall
+        self._lent = LentPlaces(self.give_back)
         self._numbers = itertools.count()
         self._turns_are_due = False
 
@@ -69,7 +70,7 @@ class Dispatcher:
 
     def leave(self, group: GroupAssignment) -> None:
         """No further sample of ``group`` comes."""
-        self._lent.pop(group, None)
+        self._lent.end(group)
         endpoint = group.endpoint
         if endpoint is not None and group.num_reserved:
             group.leave()
@@ -77,27 +78,49 @@ class Dispatcher:
 
     def give_back(self, group: GroupAssignment) -> None:
         """A sample of ``group`` does not come yet: the place that is held for it is anybody's."""
-        self._lent.pop(group, None)
+        self._lent.end(group)
         endpoint = group.endpoint
         if endpoint is not None and group.num_reserved:
             group.release(1)
             self._fill(endpoint)
 
-    async def place(self, group: GroupAssignment, avoid: Endpoint | None) -> Endpoint:
+    def lend(self, session: GroupAssignment, on_recall: Callable[[], object]) -> Endpoint | None:
+        """The endpoint at which a place is held for the next request of ``session``; None where
+        that would have to wait.
+
+        Until others wait, or the endpoint cannot be used: then ``on_recall`` is called. The first
+        place of a session, which its group has held for it, is kept from those who wait.
+        """
+        endpoint = session.endpoint
+        if endpoint is None or not endpoint.serves(session.need):
+            return None
+        if not session.num_reserved:
+            if any(self._lines.values()) or not endpoint.has_free_room:
+                return None
+        self._lent.lend(session, endpoint, on_recall)
+        return endpoint
+
+    async def place(
+        self,
+        group: GroupAssignment,
+        avoid: Endpoint | None,
+        on_wait: Callable[[], object] = lambda: None,
+    ) -> Endpoint:
         """An endpoint for one sample of ``group``, as soon as one has room.
 
-        Raises as ``turn`` does.
+        ``on_wait`` is called where that is not at once. Raises as ``turn`` does.
         """
-        self._lent.pop(group, None)
+        self._lent.end(group)
         endpoint = self._choose(group, avoid)
         if endpoint is not None:
-            group.settle(endpoint)
-            endpoint.begin(group.sample_tokens)
+            self._begin(group, endpoint)
             return endpoint
+        on_wait()
         waiting = self._waiting(group, avoid)
         line = self._line(group.need)
         line.add(waiting)
-        self._recall(group.need)
+        home = group.endpoint if group.stays else None
+        self._recall(group.need, waiting.place.done, home)
         self.look_for_outage()
         try:
             endpoint = await waiting.place
@@ -112,31 +135,6 @@ class Dispatcher:
         assert endpoint is not None
         return endpoint
 
-    def lend(self, group: GroupAssignment, on_recall: Callable[[], object]) -> Endpoint | None:
-        """The endpoint at which a place is held for the next request of ``group``, a session; None
-        where that would have to wait.
-
-        Until somebody waits: then ``on_recall`` is called, and the place is anybody's. The first
-        place of a session, which its group has held for it, is not taken back.
-        """
-        endpoint = group.endpoint
-        if endpoint is None or not endpoint.serves(group.need):
-            return None
-        if not group.num_reserved:
-            if any(self._lines.values()) or not endpoint.has_free_room:
-                return None
-            group.reserve(endpoint)
-            self._lent[group] = on_recall
-        return endpoint
-
-    def _recall(self, need: Need) -> None:
-        """Somebody waits: what is lent at endpoints that could serve that is lent no more."""
-        for group, tell in list(self._lent.items()):
-            endpoint = group.endpoint
-            if endpoint is not None and endpoint.serves(need):
-                self.give_back(group)
-                tell()
-
     def release(self, endpoint: Endpoint, num_tokens: int) -> None:
         """A request to ``endpoint`` has ended."""
         endpoint.end(num_tokens)
@@ -144,6 +142,11 @@ class Dispatcher:
 
     def changed(self, endpoint: Endpoint) -> None:
         """``endpoint`` may have become usable, or unusable."""
+        self._lent.recall(
+            lambda session, at: at is endpoint and not at.serves(session.need),
+            lambda: False,
+            also_first=True,
+        )
         for need, line in self._lines.items():
             if not endpoint.serves(need):
                 line.forsake(endpoint)
@@ -303,10 +306,27 @@ class Dispatcher:
         group = waiting.group
         if group.endpoint is not None and not group.endpoint.serves(need):
             group.leave()
-        group.settle(endpoint)
-        endpoint.begin(group.sample_tokens)
+        self._begin(group, endpoint)
         waiting.place.set_result(endpoint)
         return True
+
+    def _begin(self, group: GroupAssignment, endpoint: Endpoint) -> None:
+        """Takes a place there, of those that are lent if there is no other."""
+        group.settle(endpoint)
+        endpoint.begin(group.sample_tokens)
+        self._lent.recall(
+            lambda session, at: at is endpoint,
+            lambda: endpoint.num_inflight + endpoint.num_reserved <= endpoint.max_inflight,
+        )
+
+    def _recall(
+        self, need: Need, is_enough: Callable[[], bool], home: Endpoint | None = None
+    ) -> None:
+        """Somebody waits: gives away places that are lent where they can be used, at ``home`` if
+        there is one."""
+        self._lent.recall(
+            lambda session, at: at.serves(need) and (home is None or at is home), is_enough
+        )
 
     def _give_turns_soon(self) -> None:
         if not self._turns_are_due:
@@ -324,9 +344,10 @@ class Dispatcher:
     def _give_turn(self, need: Need, line: WaitingLine) -> bool:
         """To the first group of ``line``; False if there is none, or no room for it."""
         usable = [endpoint for endpoint in self.endpoints if endpoint.serves(need)]
+        if line.num_groups:  # else all have had theirs
+            self._recall(need, lambda: any(endpoint.has_free_room for endpoint in usable))
         ready = [endpoint for endpoint in usable if endpoint.has_free_room]
         if not ready:
-            self._recall(need)  # this is called again when a place is free
             return False
         few = line.num_groups < sum(endpoint.is_idle for endpoint in ready)
         waiting = line.next_group()

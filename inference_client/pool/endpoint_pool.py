@@ -173,17 +173,18 @@ class EndpointPool(Fleet):
         refused, ``PromptTooLong`` if no context has room for it. Cancelling aborts the request on
         the server.
 
-        ``ahead``: has been sent already; it is the first attempt if that would ask the same.
+        ``ahead``: has been sent already; it is the first attempt if that would ask the same, now.
         """
         attempts: list[EndpointError] = []
         refusals: list[Refusal] = []
         avoid: Endpoint | None = None
         num_prompt_tokens = len(prompt_token_ids)
+        on_wait = (lambda: None) if ahead is None else ahead.drop
         while True:
             refused_by = refusals[0].endpoint if refusals else None
             fitting = self._fit(group, num_prompt_tokens, sampling, refused_by)
             try:
-                endpoint = await self._dispatcher.place(group, avoid)
+                endpoint = await self._dispatcher.place(group, avoid, on_wait)
             except NeedChanged:
                 continue
             if 0 < endpoint.context < num_prompt_tokens + fitting.max_tokens:  # joined meanwhile
@@ -239,7 +240,7 @@ class EndpointPool(Fleet):
         if ahead is not None and not ahead.is_for(endpoint.url, sampling, seed):
             ahead.drop()
             ahead = None
-        began_s = time.monotonic() if ahead is None else ahead.began_s
+        began_s = time.monotonic()
         try:
             answer = await self._answer(
                 endpoint,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from easyrl.build.episodes import EpisodeTurns
 from easyrl.config import SamplingConfig
@@ -228,3 +230,86 @@ async def test_a_place_that_others_wait_for_is_taken_back(tmp_path: Path):
                 made = [await run.ask(first, [n, 1]) for n in range(3)]
                 assert made == records(first[0])[1:]
         assert server.max_open == 1
+
+
+async def test_an_endpoint_that_was_removed_is_asked_no_more(tmp_path: Path):
+    first, second = group = servers(2)
+    async with running(tmp_path, *group) as run, run.episode() as at:
+        await run.ask(at)
+        home, other = (first, second) if first.requests else (second, first)
+        run.pool.remove(home.url)
+        await asyncio.sleep(0.1)
+        await run.ask(at, [1, 2])
+        assert (len(home.requests), len(other.requests)) == (1, 1)
+
+
+async def test_one_that_returns_is_not_blamed_for_what_was_before(tmp_path: Path):
+    (server,) = group = servers(1)
+    async with running(tmp_path, *group, max_retries=0) as run, run.episode() as at:
+        (endpoint,) = run.pool.endpoints
+        await run.ask(at)
+        await server.stop()
+        await until(lambda: endpoint.down is not None)
+        waiting = asyncio.ensure_future(run.ask(at, [1, 2]))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await server.restart(V1)
+        assert await asyncio.wait_for(waiting, 20) == records(at[0])[1]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+async def test_whatever_happens_all_that_was_told_is_recorded_and_no_place_is_lost(
+    tmp_path: Path, seed: int
+):
+    """Sessions with turns side by side and clients that hang up, at two slow endpoints that fail
+    now and then and are quarantined."""
+    rng = random.Random(seed)
+    group = servers(2)
+
+    async def slow(endpoint: FakeEndpoint, request: web.Request, body: dict) -> web.StreamResponse:
+        await asyncio.sleep(rng.choice([0, 0.01, 0.05, 0.15]))
+        if rng.random() < 0.05:
+            return await status(500, "broken")(endpoint, request, body)
+        return web.Response(body=endpoint.response(body))
+
+    async def play(run: Running, number: int) -> None:
+        told: list[Any] = []
+        prompt = [number + 1]
+        async with run.episode(max_turns=8) as at:
+            for _ in range(6):
+                if rng.random() < 0.3:
+                    told += await asyncio.gather(*(run.ask(at, [*prompt, k]) for k in range(2)))
+                elif rng.random() < 0.15:
+                    waiting = asyncio.ensure_future(run.ask(at, prompt))
+                    await asyncio.sleep(rng.random() * 0.1)
+                    waiting.cancel()
+                else:
+                    told.append(await run.ask(at, prompt))
+                prompt = [*prompt, *next((t for t in told[-1:] if isinstance(t, list)), [])][-20:]
+                await asyncio.sleep(rng.choice([0, 0, 0.02, 0.1]))
+        kept = records(at[0])
+        assert all(each in kept for each in told if isinstance(each, list))
+        assert all(each[0] == 400 for each in told if isinstance(each, tuple))  # out of turns
+
+    async def quarantines(pool: EndpointPool) -> None:
+        while True:
+            await asyncio.sleep(0.3)
+            endpoint = rng.choice(pool.endpoints)
+            pool.quarantine(endpoint, "test")
+            pool.confirm(endpoint, V1)
+
+    for server in group:
+        server.always = slow
+    problems: list[Any] = []
+    async with running(tmp_path, *group, max_inflight=2, max_retries=50) as run:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: problems.append(what))
+        disturbing = asyncio.ensure_future(quarantines(run.pool))
+        await asyncio.wait_for(asyncio.gather(*(play(run, n) for n in range(10))), 60)
+        disturbing.cancel()
+        for endpoint in run.pool.endpoints:
+            held = endpoint.num_inflight, endpoint.num_reserved, endpoint.outstanding_tokens
+            assert held == (0, 0, 0)
+        assert not run.gateway._ahead and not run.gateway._leases
+        assert len(run.fetched) < sum(len(server.requests) for server in group)
+        await until(lambda: all(server.num_open == 0 for server in group))
+        assert not problems

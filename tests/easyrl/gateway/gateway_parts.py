@@ -22,6 +22,7 @@ from easyrl.gateway.messages import (
     Ask,
     Came,
     Close,
+    Failed,
     Open,
     Ready,
     Recorded,
@@ -32,7 +33,7 @@ from easyrl.gateway.messages import (
     encode,
 )
 from easyrl.gateway.process import serve
-from easyrl.inference_client.fetching.messages import Failed, Fetched
+from easyrl.inference_client.fetching.messages import Fetched
 from easyrl.runtime.frames import FrameSplitter, frame
 from easyrl.schema import VersionSpan
 

@@ -13,9 +13,8 @@ import pytest
 
 from easyrl.completion_check import ANY_INT32
 from easyrl.config import SamplingConfig
-from easyrl.gateway.messages import Drop, Lease, Lend, Open
+from easyrl.gateway.messages import Close, Drop, Failed, Lease, Lend, Open, Refused
 from easyrl.gateway.turn_sampling import TurnSeeds
-from easyrl.inference_client.fetching.messages import Failed
 from tests.easyrl.gateway.gateway_parts import KEY, SESSION, Served, answer_of, served, until
 from tests.inference_client.fake_endpoint import FakeEndpoint, status
 
@@ -158,3 +157,22 @@ async def test_a_client_that_hangs_up_leaves_a_whole_turn(tmp_path: Path):
         endpoint.gates[0].set()
         await until(lambda: gateway.trainer.came)
         assert endpoint.num_disconnected == 0
+
+
+async def test_a_request_that_is_read_while_its_session_ends_asks_no_endpoint(tmp_path: Path):
+    async with leased(tmp_path, endpoint := FakeEndpoint()) as gateway:
+        gateway.trainer.says = [Refused(0, 410, "the episode has ended")]
+
+        async def body() -> AsyncIterator[bytes]:
+            yield b'{"token_ids": [5,'
+            await asyncio.sleep(0.1)
+            gateway.trainer.send(Close(SESSION))
+            await asyncio.sleep(0.1)
+            yield b"6]}"
+
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with gateway.http.post(
+            gateway.url + GENERATE, data=body(), headers=headers
+        ) as response:
+            assert response.status == 410
+        assert not endpoint.requests
