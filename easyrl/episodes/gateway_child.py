@@ -20,6 +20,7 @@ from easyrl.gateway.messages import (
     Ask,
     Came,
     Close,
+    Closed,
     Drop,
     Failed,
     Lease,
@@ -71,6 +72,7 @@ class GatewayChild(ReportingChild):
         self._ready: asyncio.Future[tuple[int, str | None]] | None = None  # of the process
         self._ahead: dict[int, AskedAhead] = {}  # by number of the ``Ask``
         self._leases: dict[str, Lease] = {}  # as sessions have them
+        self._closing: dict[str, asyncio.Future[None]] = {}  # sessions
         self._lends = True
         self._working: Counter[str] = Counter()  # long requests that are worked on, by session
         self._has_served = self._is_closed = False
@@ -96,8 +98,19 @@ class GatewayChild(ReportingChild):
                 # it has ended, and clients have heard of it before ``on_end``: not their failure
                 await asyncio.wait([session.failed], timeout=END_LIMIT_S)
             self._leases.pop(session.id, None)
-            if self._sessions.pop(session.id, None) is not None:  # else the process has ended
-                self.post(Close(session.id))
+            if session.id in self._sessions:  # else the process has ended
+                await self._closed(session)
+
+    async def _closed(self, session: Session) -> None:
+        """Returns when all is known here that it has asked for, or its process has ended."""
+        closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closing[session.id] = closed
+        self.post(Close(session.id))
+        try:
+            await asyncio.wait([closed, session.failed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._closing.pop(session.id, None)
+            self._sessions.pop(session.id, None)
 
     async def start(self) -> str | None:
         """Returns when it serves: why its chat template cannot continue sampled tokens exactly.
@@ -120,6 +133,8 @@ class GatewayChild(ReportingChild):
         self._is_closed = True
         await super().close()
         self._give_up_ahead()
+        for closed in self._closing.values():
+            closed.cancel()
 
     def on_message(self, payload: bytes) -> None:
         super().on_message(payload)
@@ -132,6 +147,10 @@ class GatewayChild(ReportingChild):
                 continue
             if isinstance(request, Came):
                 self._came(request.reply)
+                continue
+            if isinstance(request, Closed):
+                if (closed := self._closing.get(request.session)) is not None:
+                    closed.set_result(None)
                 continue
             if isinstance(request, Working):
                 self._working[request.session] += 1 if request.goes_on else -1
@@ -250,6 +269,7 @@ class GatewayChild(ReportingChild):
             sent.url,
             sent.seed,
             sent.max_tokens,
+            sent.began_s,
             lambda: self._drop(number, ahead),
         )
         return ahead

@@ -7,6 +7,7 @@ was told of the request and takes it for its own where it would have asked the s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import aiohttp
@@ -75,7 +76,7 @@ class LeasedRequests:
         self._requests.add(
             Send(number, lease.url, prompt, encoded, seed, lease.api_key, model=lease.model)
         )
-        return Ahead(lease.url, seed, sampling.max_tokens)
+        return Ahead(lease.url, seed, sampling.max_tokens, time.monotonic())
 
     def drop(self, number: int) -> None:
         """Nobody needs the response."""

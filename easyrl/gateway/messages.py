@@ -130,6 +130,7 @@ class Ahead(msgspec.Struct, array_like=True, gc=False):
     url: str
     seed: int
     max_tokens: int
+    began_s: float  # time.monotonic(), which all processes of a machine share
 
 
 class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
@@ -165,8 +166,14 @@ class Working(msgspec.Struct, array_like=True, tag=2, gc=False):
     goes_on: bool  # else it is over
 
 
+class Closed(msgspec.Struct, array_like=True, tag=4, gc=False):
+    """A session has ended here: all that it has asked for was told."""
+
+    session: str
+
+
 Order: TypeAlias = Open | Close | Answer | Recorded | Refused | Lend | Drop
-Request: TypeAlias = Ready | Ask | Working | Came
+Request: TypeAlias = Ready | Ask | Working | Came | Closed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_settings: Any = msgspec.msgpack.Decoder(Settings).decode

@@ -15,6 +15,7 @@ from aiohttp import ClientSession, web
 
 from easyrl.gateway.messages import (
     NO_TEMPLATE,
+    Ask,
     Ready,
     Request,
     Settings,
@@ -40,6 +41,9 @@ ORDERS_BYTES = 2**18  # read at once
 MEMORY_SHARE = 0.25  # of the machine's: what floods it is to end here, and not the trainer
 BYTES_PER_BYTE = 220  # of memory, for a text that is tokenised; measured (tokenizers 0.23)
 BYTES_PER_PARSED_BYTE = 2  # ... that waits as an object
+# A request that an endpoint has already is told with others: each message wakes the trainer's
+# process, beside the training loop.
+SENT_AHEAD_S = 0.1
 BACKLOG = 1024  # connections that wait to be accepted
 
 
@@ -145,17 +149,28 @@ async def _beat(outbox: _Outbox, gateway: Gateway) -> None:
 
 
 class _Outbox:
-    """What goes to the trainer's process: together, what one turn of the loop has to say."""
+    """What goes to the trainer's process: together, what one turn of the loop has to say, and
+    before that, in its order, what could wait."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer, self._requests = writer, list[Request]()
+        self._is_due = False
+        self._later: asyncio.TimerHandle | None = None
 
     def send(self, request: Request) -> None:
-        if not self._requests:
-            asyncio.get_running_loop().call_soon(self.beat)
         self._requests.append(request)
+        loop = asyncio.get_running_loop()
+        if isinstance(request, Ask) and request.ahead is not None:
+            if self._later is None:
+                self._later = loop.call_later(SENT_AHEAD_S, self.beat)
+        elif not self._is_due:
+            self._is_due = True
+            loop.call_soon(self.beat)
 
     def beat(self) -> None:
         """Sends what there is, if nothing an empty list."""
         requests, self._requests = self._requests, []
+        if self._later is not None:
+            self._later.cancel()
+        self._later, self._is_due = None, False
         self._writer.write(frame(encode(requests)))

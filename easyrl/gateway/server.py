@@ -23,6 +23,7 @@ from easyrl.gateway.long_requests import LongRequests, too_many
 from easyrl.gateway.messages import (
     Answer,
     Close,
+    Closed,
     Drop,
     Lend,
     Open,
@@ -93,6 +94,7 @@ class Gateway:
             self._sessions.open(order)
         elif isinstance(order, Close):
             self._close(order.session)
+            self._send(Closed(order.session))
         elif isinstance(order, Lend):
             self._sessions.lend(order.session, order.lease)
         elif isinstance(order, Drop):

@@ -20,6 +20,7 @@ class AskedAhead:
     url: str  # of the endpoint
     seed: int
     max_tokens: int
+    began_s: float  # when it was sent, time.monotonic()
     forget: Callable[[], object]  # nobody needs its answer: aborts it
     _answer: asyncio.Future[Completion | None] = field(init=False)
     _is_dropped: bool = field(default=False, init=False)

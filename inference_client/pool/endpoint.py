@@ -42,6 +42,7 @@ class Endpoint:
         # Unset while it may answer and has yet to pass its canary: what it answers is held back.
         self.cleared = asyncio.Event()
         self.cleared.set()
+        self.confirmed_s = 0.0  # when it has last confirmed a version, time.monotonic()
         self.proof = 0  # number of its last good proof in this attempt of the run, by URL
         self.excluded: str | None = None  # why it gets no more requests
         self.down: str | None = None  # why it is set aside for now

@@ -237,10 +237,12 @@ class EndpointPool(Fleet):
         assert task is not None
         endpoint.attempts[task] = None
         endpoint.asked(sampling.max_tokens)
-        if ahead is not None and not ahead.is_for(endpoint.url, sampling, seed):
-            ahead.drop()
-            ahead = None
-        began_s = time.monotonic()
+        if ahead is not None:
+            is_same = ahead.is_for(endpoint.url, sampling, seed)
+            if not is_same or ahead.began_s < endpoint.confirmed_s:
+                ahead.drop()
+                ahead = None
+        began_s = time.monotonic() if ahead is None else ahead.began_s
         try:
             answer = await self._answer(
                 endpoint,

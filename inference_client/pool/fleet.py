@@ -249,7 +249,7 @@ class Fleet:
         endpoint.lost_confirmation = None
         endpoint.down = None
         endpoint.num_unanswered = endpoint.num_consecutive_failures = 0
-        endpoint.last_usable_s = time.monotonic()
+        endpoint.last_usable_s = endpoint.confirmed_s = time.monotonic()
         self._dispatcher.changed(endpoint)
 
     def clear(self, endpoint: Endpoint) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 
 import numpy as np
@@ -71,7 +72,7 @@ def ahead_of(
     seed: int = SEED,
     sampling: SamplingConfig = SAMPLING,
 ) -> AskedAhead:
-    return AskedAhead(url, seed, sampling.max_tokens, forget)
+    return AskedAhead(url, seed, sampling.max_tokens, time.monotonic(), forget)
 
 
 def assert_idle(*endpoints: Endpoint) -> None:
@@ -271,6 +272,18 @@ async def test_an_endpoint_that_is_given_up_aborts_it():
         made = await asyncio.wait_for(waiting, 10)
         ahead.answered(made_by(home.url))  # it crossed that
         assert dropped == [1] and made.endpoint != home.url and not ahead.is_answer(made)
+
+
+async def test_what_was_sent_before_the_endpoint_confirmed_its_weights_again_is_sent_anew():
+    (server,) = group = servers(1)
+    async with pool_of(*group) as pool, session_of(pool) as session:
+        (endpoint,) = pool.endpoints
+        ahead = ahead_of(server.url)
+        pool.quarantine(endpoint, "test")  # nobody knew yet of what is in flight
+        pool.confirm(endpoint, V1)
+        ahead.answered(made_by(server.url))
+        made = await pool.generate(PROMPT, SAMPLING, SEED, session, ahead)
+        assert not ahead.is_answer(made) and seeds(server) == [SEED]
 
 
 async def test_where_nobody_will_say_it_is_sent_again():

@@ -218,6 +218,19 @@ async def test_a_turn_that_was_begun_is_recorded_before_the_session_is_closed(tm
         assert (await waiting)[0] == 410
 
 
+@pytest.mark.parametrize("is_lent", LEASES)
+async def test_so_is_one_of_which_nobody_has_been_told(tmp_path: Path, is_lent: bool):
+    """The environment ends as soon as it has asked, and does not wait for the answer."""
+    (server,) = group = servers(1, gated=True)
+    async with running(tmp_path, *group) as run:
+        async with run.episode(is_lent) as at:
+            waiting = asyncio.ensure_future(run.ask(at))
+            await server.until(lambda: server.num_open == 1)
+            asyncio.get_running_loop().call_later(0.1, server.gates[0].set)
+        assert len(records(at[0])) == 1 and len(server.requests) == 1
+        await waiting
+
+
 async def test_a_place_that_others_wait_for_is_taken_back(tmp_path: Path):
     (server,) = group = servers(1)
     async with running(tmp_path, *group, max_inflight=1) as run:

@@ -22,6 +22,7 @@ from easyrl.gateway.messages import (
     Ask,
     Came,
     Close,
+    Closed,
     Failed,
     Open,
     Ready,
@@ -113,6 +114,7 @@ class Trainer:
         self.asked: list[Ask] = []
         self.working: list[Working] = []
         self.answered: list[list[int]] = []  # sampled ids
+        self.closed: list[str] = []
         self.came: list[Fetched | Failed] = []  # what endpoints said that the gateway has asked
         self.says: list[Any] = []
         self.finish_reason = "stop"
@@ -146,6 +148,8 @@ class Trainer:
                         self.ready.set_result(request)
                     elif isinstance(request, Working):
                         self.working.append(request)
+                    elif isinstance(request, Closed):
+                        self.closed.append(request.session)
                     elif isinstance(request, Came):
                         self.came.append(request.reply)
                     else:
