@@ -98,8 +98,11 @@ class GatewayChild(ReportingChild):
                 # it has ended, and clients have heard of it before ``on_end``: not their failure
                 await asyncio.wait([session.failed], timeout=END_LIMIT_S)
             self._leases.pop(session.id, None)
-            if session.id in self._sessions:  # else the process has ended
-                await self._closed(session)
+            try:
+                if self.child is child and session.id in self._sessions:  # else it has ended
+                    await self._closed(session)
+            finally:
+                self._sessions.pop(session.id, None)
 
     async def _closed(self, session: Session) -> None:
         """Returns when all is known here that it has asked for, or its process has ended."""
@@ -109,8 +112,7 @@ class GatewayChild(ReportingChild):
         try:
             await asyncio.wait([closed, session.failed], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._closing.pop(session.id, None)
-            self._sessions.pop(session.id, None)
+            del self._closing[session.id]
 
     async def start(self) -> str | None:
         """Returns when it serves: why its chat template cannot continue sampled tokens exactly.
@@ -229,12 +231,11 @@ class GatewayChild(ReportingChild):
         ahead: AskedAhead | None,
         made: TurnRecord | BaseException,
     ) -> None:
-        if ahead is not None:
-            ahead.drop()
-            if self._ahead.get(number) is ahead:
-                del self._ahead[number]
         if child is not self.child:  # it is a number of another process's
             return
+        if ahead is not None:
+            ahead.drop()
+            del self._ahead[number]
         if isinstance(made, TurnRecord):
             if ahead is not None and ahead.is_answer(made.completion):
                 self.post(Recorded(number, made.id))
@@ -264,19 +265,10 @@ class GatewayChild(ReportingChild):
     def _asked_ahead(self, asked: Ask) -> AskedAhead | None:
         if asked.ahead is None:
             return None
-        number, sent = asked.number, asked.ahead
-        self._ahead[number] = ahead = AskedAhead(
-            sent.url,
-            sent.seed,
-            sent.max_tokens,
-            sent.began_s,
-            lambda: self._drop(number, ahead),
-        )
+        sent, forget = asked.ahead, partial(self.post, Drop(asked.number))
+        ahead = AskedAhead(sent.url, sent.seed, sent.max_tokens, sent.began_s, forget)
+        self._ahead[asked.number] = ahead
         return ahead
-
-    def _drop(self, number: int, ahead: AskedAhead) -> None:
-        if self._ahead.get(number) is ahead:
-            self.post(Drop(number))
 
 
 def _error(url: str, failed: Failed) -> Exception:

@@ -52,6 +52,8 @@ class LentPlaces:
         also_first: bool = False,
     ) -> None:
         """Takes places back, those that were lent first before others, until it ``is_enough``."""
+        if is_enough():  # as for most requests: nothing is gone through
+            return
         for session, lent in list(self._lent.items()):
             if is_enough():
                 return

@@ -231,6 +231,25 @@ async def test_so_is_one_of_which_nobody_has_been_told(tmp_path: Path, is_lent: 
         await waiting
 
 
+async def test_an_episode_that_ends_behind_the_gateway_waits_for_no_word_of_it(tmp_path: Path):
+    """As at the end of a run, whose last episodes are cancelled then; with a turn under way."""
+    (server,) = group = servers(1, gated=True)
+    async with running(tmp_path, *group) as run:
+
+        async def play() -> None:
+            async with run.episode() as at:
+                waiting = asyncio.ensure_future(run.ask(at))
+                await until(lambda: run.pool.endpoints[0].num_inflight == 1)
+                await run.gateway.close()
+                waiting.cancel()
+                server.gated = False
+                for gate in server.gates:
+                    gate.set()
+
+        await asyncio.wait_for(play(), 10)
+        assert not run.gateway._sessions and not run.gateway._ahead
+
+
 async def test_a_place_that_others_wait_for_is_taken_back(tmp_path: Path):
     (server,) = group = servers(1)
     async with running(tmp_path, *group, max_inflight=1) as run:

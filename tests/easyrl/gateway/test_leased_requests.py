@@ -175,4 +175,4 @@ async def test_a_request_that_is_read_while_its_session_ends_asks_no_endpoint(tm
             gateway.url + GENERATE, data=body(), headers=headers
         ) as response:
             assert response.status == 410
-        assert not endpoint.requests
+        assert not endpoint.requests and gateway.trainer.closed == [SESSION]
