@@ -1,19 +1,22 @@
 """What the recording gateway costs: added time per turn, processor time, the trainer beside it.
 
-``python -m benchmarks.gateway [--sessions 64] [--blocks 3] [--window-s 10] [--seed 0]``
+``python -m benchmarks.gateway [--sessions 64] [--samples 8] [--blocks 6] [--window-s 5]``, and a
+``--seed``
 
 ``--sessions`` at a time, staggered, of three turns each: prompts of 750, 1,000 and 1,250 tokens,
 200 tokens out, from a scripted server that answers after 1 s ± 50 %, as the request's seed says.
-Every other session is a chat, the others send token ids. The client is an environment in its host
-process; it asks the gateway, as in a run (gateway, the producer's thread with sessions, records and
-the journal of turns, fetcher), or, with the same code, the server itself, or a proxy that passes
-bytes on and does nothing else: what any HTTP process in between costs on this machine. Meanwhile
-the main thread of the producer's process runs micro-batches of a random Qwen3, on a core of its
-own; all else shares the other one. Windows of the three kinds take turns. A turn's time is what its
-client waits, less the server's own delay; ``added_ms`` are differences of percentiles, gateway less
-direct, of the route where they are larger; ``proxy_ms`` the same of the proxy. ``turns_per_cpu_s``
-is of the three that stand between, ``trainer_slowdown`` of a micro-batch, the median of the blocks'
-ratios. The last line printed is one JSON object; the exit status is 0 if it is as expected.
+``--samples`` sessions are a group, as in a run, and begin with the same prompt; no other group has
+it. Every other group is of chats, the others send token ids. The client is an environment in its
+host process; it asks the gateway, as in a run (gateway, the producer's thread with sessions,
+records and the journal of turns, fetcher), or, with the same code, the server itself, or a proxy
+that passes bytes on and does nothing else: what any HTTP process in between costs on this machine.
+Meanwhile the main thread of the producer's process runs micro-batches of a random Qwen3, on a core
+of its own; all else shares the other one. Windows of the three kinds take turns. A turn's time is
+what its client waits, less the server's own delay; ``added_ms`` are differences of percentiles,
+gateway less direct, of the route where they are larger; ``proxy_ms`` the same of the proxy.
+``turns_per_cpu_s`` is of the three that stand between, ``trainer_slowdown`` of a micro-batch, the
+median of the blocks' ratios. The last line printed is one JSON object; the exit status is 0 if it
+is as expected.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from collections.abc import Sequence
 import numpy as np
 import transformers
 
-from benchmarks.parts.gateway.sessions import ROUTES, Way
+from benchmarks.parts.gateway.sessions import ROUTES, Load, Way
 from benchmarks.parts.gateway.windows import BLOCK, Window, measure
 from benchmarks.parts.scratch import scratch
 from easyrl.runtime.machine import allow_open_files
@@ -46,7 +49,10 @@ def main() -> int:
     with scratch("gateway", keep=False) as made:
         windows = []
         for window in measure(
-            made.folder, arguments.sessions, arguments.blocks, arguments.window_s, arguments.seed
+            made.folder,
+            Load(arguments.sessions, arguments.samples, arguments.seed),
+            arguments.blocks,
+            arguments.window_s,
         ):
             print(_line(window))
             windows.append(window)
@@ -117,8 +123,9 @@ def _added_ms(windows: Sequence[Window], way: Way, percentile: int) -> float:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=64, help="at a time")
-    parser.add_argument("--blocks", type=int, default=3, help="of six windows, two of each kind")
-    parser.add_argument("--window-s", type=float, default=10.0)
+    parser.add_argument("--samples", type=int, default=8, help="of a group")
+    parser.add_argument("--blocks", type=int, default=6, help="of six windows, two of each kind")
+    parser.add_argument("--window-s", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

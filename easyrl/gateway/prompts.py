@@ -54,7 +54,7 @@ def chat_prompt(
             ids = np.concatenate([previous.ids, new_ids])
             return ChatPrompt(ids, previous, previous, new_ids, new_text)
     text = renderer.text(messages, tools, kwargs)
-    ids = renderer.ids(text)
+    ids = renderer.ids_of_chat(text)
     return ChatPrompt(ids, previous, None, ids, text)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
+
+KEPT_CHATS = 256  # that other samples of their groups may begin with, too
+KEPT_CHARACTERS = 2**16  # of a chat at most: so all of them fit
 
 
 class Renderer:
@@ -54,6 +57,7 @@ class Renderer:
         # in bytes, or more: byte-level vocabularies have a letter for each byte
         self._longest_token = max(len(token.encode()) for token in tokenizer.get_vocab())
         self.sentinel = f"answer{secrets.token_hex(16)}"  # no message has it
+        self._kept_ids = lru_cache(KEPT_CHATS)(self.ids)
 
     @property
     def chat_template(self) -> str:
@@ -94,7 +98,14 @@ class Renderer:
             ids = self._codec.encode(text)
         except (TypeError, UnicodeEncodeError) as error:  # such as half a surrogate pair
             raise BadRequest("messages", f"no text that can be tokenised ({error})") from None
-        return np.array(ids, dtype=np.int32)
+        made = np.array(ids, dtype=np.int32)
+        made.flags.writeable = False  # it may be kept
+        return made
+
+    def ids_of_chat(self, text: str) -> np.ndarray:
+        """The same of a whole chat: all samples of a group begin with the same one, and it is
+        tokenised once."""
+        return self._kept_ids(text) if len(text) <= KEPT_CHARACTERS else self.ids(text)
 
     def _check_length(self, text: str) -> None:
         if self.max_context is None or len(text) <= self.max_context:

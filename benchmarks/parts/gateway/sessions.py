@@ -39,10 +39,19 @@ from easyrl.runtime.workers.child_process import start_child
 from easyrl.schema import Prompt
 
 CLIENT = Path(__file__).with_name("client.py")
-ROUTES = ("chat", "tokens")  # in turns, session by session
-NUM_PROMPTS = 512  # even: the route is the number's
+ROUTES = ("chat", "tokens")  # in turns, group by group
+NUM_PROMPTS = 8192  # of sessions, made beforehand: their making takes nobody's time
 Way = Literal["direct", "proxy", "gateway"]  # from client to server
 NO_PROMPT = np.zeros(1, dtype=np.int32)  # an environment's own are asked for
+
+
+@dataclass(frozen=True)
+class Load:
+    """How many sessions there are at a time, how many begin with the same prompt, and a seed."""
+
+    at_a_time: int
+    samples: int
+    seed: int
 
 
 @dataclass
@@ -57,7 +66,7 @@ class Turns:
 
 
 class Sessions:
-    """``at_a_time`` sessions, one behind the other in each place; places begin staggered."""
+    """So many sessions at a time, one behind the other in each place; places begin staggered."""
 
     def __init__(
         self,
@@ -65,7 +74,7 @@ class Sessions:
         urls: Mapping[Way, str],
         variants: Path,
         texts: Texts,
-        at_a_time: int,
+        load: Load,
         on_turn: OnTurn,
     ) -> None:
         assert inference.episodes is not None
@@ -73,22 +82,22 @@ class Sessions:
         assert isinstance(hosts, EnvironmentHosts)
         self._inference, self._player, self._hosts = inference, inference.episodes, hosts
         self._urls, self._variants, self._texts = urls, variants, texts
-        self._at_a_time, self._on_turn = at_a_time, on_turn
+        self._load, self._on_turn = load, on_turn
         self._numbers = itertools.count()
         self._asked = [self._made(number) for number in range(NUM_PROMPTS)]
 
     async def run(self, duration_s: float, way: Way) -> Turns:
         """Begins none behind ``duration_s``, and returns when all have ended."""
         turns, end_s = Turns(), time.monotonic() + duration_s
-        places = [self._place(turns, end_s, n, way) for n in range(self._at_a_time)]
+        places = [self._place(turns, end_s, n, way) for n in range(self._load.at_a_time)]
         await asyncio.gather(*places)
         return turns
 
     async def _place(self, turns: Turns, end_s: float, place: int, way: Way) -> None:
-        await asyncio.sleep(place / self._at_a_time * LATENCY_S)
+        await asyncio.sleep(place / self._load.at_a_time * LATENCY_S)
         while time.monotonic() < end_s:
             number = next(self._numbers)
-            route = ROUTES[number % len(ROUTES)]
+            route = self._route(number)
             prompt = self._prompt(number, direct=way != "gateway")
             if way == "gateway":
                 turns.added_s[route] += await self._through_the_gateway(prompt, number)
@@ -121,32 +130,38 @@ class Sessions:
         return list(made.episode.turn_rewards)
 
     def _prompt(self, number: int, *, direct: bool) -> Prompt:
-        metadata = {"direct": direct, **self._asked[number % NUM_PROMPTS]}
+        metadata = {"direct": direct, **self._asked[number % len(self._asked)]}
         return Prompt(number, NO_PROMPT, "", None, metadata=metadata)
 
+    def _group(self, number: int) -> int:
+        return number // self._load.samples
+
+    def _route(self, number: int) -> str:
+        return ROUTES[self._group(number) % len(ROUTES)]
+
     def _made(self, number: int) -> dict[str, Any]:
-        """What a session asks for: beforehand, so that its making takes nobody's time."""
-        rng = random.Random(number)
-        lengths = [FIRST_TOKENS, *[ADDED_TOKENS] * (NUM_TURNS - 1)]
-        is_chat = ROUTES[number % len(ROUTES)] == "chat"
+        """What a session asks for; the beginning is that of its group."""
+        of_group, own = random.Random(f"group {self._group(number)}"), random.Random(number)
+        asked = [(of_group, FIRST_TOKENS), *[(own, ADDED_TOKENS)] * (NUM_TURNS - 1)]
+        is_chat = self._route(number) == "chat"
         return {
             "is_chat": is_chat,
             "variants": str(self._variants),
             "max_tokens": SAMPLED_TOKENS,
-            "texts": [self._texts.text(rng, n) if is_chat else "" for n in lengths],
-            "token_ids": [[] if is_chat else self._texts.ids(rng, n) for n in lengths],
+            "texts": [self._texts.text(rng, n) if is_chat else "" for rng, n in asked],
+            "token_ids": [[] if is_chat else self._texts.ids(rng, n) for rng, n in asked],
         }
 
 
 @contextlib.contextmanager
-def sessions(folder: Path, at_a_time: int, seed: int) -> Iterator[tuple[Inference, Sessions]]:
+def sessions(folder: Path, load: Load) -> Iterator[tuple[Inference, Sessions]]:
     """Gateway, fetcher, host, loop thread and turns on disk as in a run; server and proxy.
 
     The journal of turns is in ``folder``, as that of a batch's first attempt.
     """
     tokenizer = write_tokenizer(folder)
     texts, variants = Texts(tokenizer), folder / "variants.json"
-    write_variants(variants, texts, tokenizer, seed)
+    write_variants(variants, texts, tokenizer, load.seed)
     with ExitStack() as opened:
         url = _started(opened, "server", str(variants))
         urls: dict[Way, str] = {"direct": url, "proxy": _started(opened, "proxy", url)}
@@ -155,7 +170,7 @@ def sessions(folder: Path, at_a_time: int, seed: int) -> Iterator[tuple[Inferenc
                 "model": {"path": str(folder)},
                 "data": {"files": [str(folder / "none.jsonl")]},
                 "rollout": {"num_generations": 1, "max_tokens": SAMPLED_TOKENS},
-                "inference": {"endpoints": [url], "max_inflight": 4 * at_a_time},
+                "inference": {"endpoints": [url], "max_inflight": 4 * load.at_a_time},
                 "scoring": {"num_workers": 1},
                 "environments": [{"name": "client", "file": str(CLIENT), "max_turns": NUM_TURNS}],
             }
@@ -166,7 +181,7 @@ def sessions(folder: Path, at_a_time: int, seed: int) -> Iterator[tuple[Inferenc
         inference.thread.run(_confirm(inference))
         journal = TurnJournal(folder / turns_file_name(0, 0), Header("", "", VERSION))
         opened.callback(journal.close)
-        of = Sessions(inference, urls, variants, texts, at_a_time, journal.add)
+        of = Sessions(inference, urls, variants, texts, load, journal.add)
         yield inference, of
 
 

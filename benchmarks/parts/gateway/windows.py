@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.parts.gateway.sessions import Sessions, Turns, Way, sessions
+from benchmarks.parts.gateway.sessions import Load, Sessions, Turns, Way, sessions
 from benchmarks.parts.producer.load import pin_threads
 from benchmarks.parts.shared_prompt.sizes import Shape, model_config, random_batch
 from benchmarks.parts.shared_prompt.workload import random_policy
@@ -45,14 +45,12 @@ class Window:
         return sum(self.cpu_s[role] for role in ("gateway", "fetcher", "producer's thread"))
 
 
-def measure(
-    folder: Path, at_a_time: int, num_blocks: int, window_s: float, seed: int
-) -> Iterator[Window]:
+def measure(folder: Path, load: Load, num_blocks: int, window_s: float) -> Iterator[Window]:
     """The main thread has the first core to itself, all else shares the second one."""
     trainer_cpu, other_cpu = usable_cpus()[0], usable_cpus()[-1]
     torch.set_num_threads(1)
     step = micro_batch(folder / "policy")
-    with sessions(folder, at_a_time, seed) as (inference, of):
+    with sessions(folder, load) as (inference, of):
         for way in BLOCK[: len(BLOCK) // 2]:  # connections are made, code is loaded
             inference.thread.run(of.run(1.0, way))
         for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
