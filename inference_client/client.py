@@ -75,7 +75,8 @@ TOKENIZE = "/tokenize"
 ABORT = "/inference/v1/abort_requests"
 NO_ROUTE = (404, 405)
 PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may be answered
-# vLLM breaks a connection off after some errors; the next control request must not meet that
+# vLLM breaks a connection off after some errors; the next control request must not meet that. The
+# embedded server does not.
 CLOSE = {"Connection": "close"}
 IDENTITY = {"Accept-Encoding": "identity"}  # see ``answers.read_body``
 OVERLOADED = (408, 429)  # 4xx that say "later", not "never"
@@ -148,6 +149,7 @@ class EndpointClient:
         self._headers = {"Content-Type": "application/json"} | IDENTITY
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._control_headers = self._headers | CLOSE
         self._applies_stop_strings = False
 
     async def generate(
@@ -243,10 +245,12 @@ class EndpointClient:
 
     async def served_model(self) -> ServedModel:
         card = (await self._decoded(_MODELS, "GET", "/v1/models")).data[0]
+        is_embedded = card.owned_by == "easyrl"
+        self._control_headers = self._headers if is_embedded else self._headers | CLOSE
         return ServedModel(
             card.id,
             card.max_model_len,
-            is_embedded=card.owned_by == "easyrl",
+            is_embedded=is_embedded,
             batch_invariant=card.batch_invariant,
             arithmetic=card.arithmetic,
             streams_samples=card.streams_samples,
@@ -470,7 +474,7 @@ class EndpointClient:
             method,
             self.url + path,
             data=data,
-            headers=self._headers if path in (GENERATE, SAMPLES) else self._headers | CLOSE,
+            headers=self._headers if path in (GENERATE, SAMPLES) else self._control_headers,
             timeout=aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_TIMEOUT_S),
             allow_redirects=False,  # key and weights go where the configuration says
             auto_decompress=False,

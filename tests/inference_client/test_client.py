@@ -363,6 +363,39 @@ async def test_failures_name_the_route_and_what_the_server_said(
         await client._request("POST", GENERATE, body, timeout_s=0.1)
 
 
+@pytest.mark.parametrize("owner, num_connections", [("easyrl", 1), ("vllm", 4), (None, 4)])
+async def test_control_requests_keep_their_connection_to_an_embedded_server_alone(
+    session, owner, num_connections
+):
+    """vLLM ends one after some errors, which the next request would meet."""
+    connections = []
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.transport not in connections:
+            connections.append(request.transport)
+        models = {"data": [{"id": "m", "max_model_len": None, "owned_by": owner}]}
+        wrong = request.path == "/resume"
+        return web.json_response(models, status=500 if wrong else 200)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        client = EndpointClient(f"http://127.0.0.1:{runner.addresses[0][1]}", session)
+        assert (await client.served_model()).is_embedded == (owner == "easyrl")
+        connections.clear()  # the first request's: nobody knew the server
+        await client.pause("wait")
+        with pytest.raises(EndpointUnavailable):
+            await client.resume()
+        await client.abort_requests()
+        await client.health()
+        assert len(connections) == num_connections
+    finally:
+        await runner.cleanup()
+
+
 async def test_no_server_is_unavailable_and_no_route_is_explained(endpoint, client):
     with pytest.raises(RequestRejected, match="404.*VLLM_SERVER_DEV_MODE=1"):
         await client._request("POST", "/not_there")
