@@ -127,7 +127,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=6, help="of six windows, two of each kind")
     parser.add_argument("--window-s", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.samples < 1:
+        parser.error("--samples: at least 1")
+    return arguments
 
 
 if __name__ == "__main__":

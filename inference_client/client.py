@@ -464,6 +464,7 @@ class EndpointClient:
             async with self._opened(method, path, body, limit_s) as response:
                 return await self._read(response, f"{method} {path}", max_bytes)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            self._control_headers = self._headers | CLOSE  # another server may come up there
             raise self._unavailable(method, path, error, limit_s) from None
 
     def _opened(

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 
-KEPT_CHATS = 256  # that other samples of their groups may begin with, too
-KEPT_CHARACTERS = 2**16  # of a chat at most: so all of them fit
+# Chats that other samples of their groups may begin with, too, of so many bytes each at most: a
+# token takes one at least, so that with their ids all of them have 42 MB at most.
+KEPT_CHATS, KEPT_BYTES = 128, 2**16
 
 
 class Renderer:
@@ -105,7 +106,8 @@ class Renderer:
     def ids_of_chat(self, text: str) -> np.ndarray:
         """The same of a whole chat: all samples of a group begin with the same one, and it is
         tokenised once."""
-        return self._kept_ids(text) if len(text) <= KEPT_CHARACTERS else self.ids(text)
+        is_kept = len(text.encode("utf-8", "replace")) <= KEPT_BYTES
+        return self._kept_ids(text) if is_kept else self.ids(text)
 
     def _check_length(self, text: str) -> None:
         if self.max_context is None or len(text) <= self.max_context:

@@ -12,7 +12,7 @@ from pydantic import NonNegativeFloat
 from easyrl.recipes.estimators import group_advantages
 from easyrl.recipes.grpo import GRPO
 from easyrl.recipes.recipe import AdvantageInputs, Advantages, RunSettings
-from easyrl.schema import RolloutGroup
+from easyrl.schema import Episode, RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,23 @@ class TurnGRPO(GRPO):
     rewards are all equal, this is that with lambda = 1. Rewards of later turns are not added to
     earlier ones.
 
+    With ``credit: branch`` whole branches are rewarded: sub-agents, attempts that were given up,
+    histories before and behind a compaction. The reward R_{i,b} of branch b, from the tree's root
+    to a turn that none continues, is the sum of its turns'; so an environment may reward the last
+    turn of each alone. A turn, which is trained once, has the mean of its branches':
+
+    .. math::
+        A_{i,k} = A_i + c\, \mathrm{mean}_{b \ni k}
+            \frac{R_{i,b} - \mathrm{mean}(R)}{\mathrm{std}(R)}
+
+    with mean and deviation over all branches of the group's episodes that have turn rewards.
+
     ``advantage: group_mean`` leaves out both deviations; with ``each_reward_std`` turn rewards are
     divided by theirs. Responses that are no episode, and episodes without turn rewards, have A_i.
     """
 
     turn_coef: NonNegativeFloat = 1.0  # of the turn's advantage, beside the outcome's
+    credit: Literal["turn", "branch"] = "turn"  # what a turn is credited with
 
     def accepts(self, group: RolloutGroup, run: RunSettings) -> str | None:
         """Equal outcomes are no reason to replace a group whose turns were rewarded unequally."""
@@ -73,13 +85,15 @@ class TurnGRPO(GRPO):
         return credited
 
     def _of_turns(self, group: RolloutGroup) -> list[np.ndarray]:
-        """Of each completion float64 [K], its turns' rewards normalised in the group; empty where
-        it has none."""
+        """Of each completion float64 [K], what its turns are credited with, normalised in the
+        group; empty where it has no turn rewards."""
         episodes = [completion.episode for completion in group.completions]
         rewards = [np.array(() if e is None else e.turn_rewards, np.float64) for e in episodes]
-        advantages = [np.zeros(len(own)) for own in rewards]
         mode: Literal["group_std", "group_mean"]
         mode = "group_mean" if self.advantage == "group_mean" else "group_std"
+        if self.credit == "branch":
+            return _of_branches(episodes, rewards, mode)
+        advantages = [np.zeros(len(own)) for own in rewards]
         for k in range(max(map(len, rewards), default=0)):
             those = [i for i, own in enumerate(rewards) if k < len(own)]
             if len(those) < 2:
@@ -88,3 +102,27 @@ class TurnGRPO(GRPO):
             for i, advantage in zip(those, normalised, strict=True):
                 advantages[i][k] = advantage
         return advantages
+
+
+def _of_branches(
+    episodes: Sequence[Episode | None],
+    rewards: Sequence[np.ndarray],
+    mode: Literal["group_std", "group_mean"],
+) -> list[np.ndarray]:
+    """Of each episode float64 [K], the mean over a turn's branches of their normalised rewards."""
+    branches = [
+        [] if episode is None or not len(own) else episode.branches
+        for episode, own in zip(episodes, rewards, strict=True)
+    ]
+    sums = [own[list(b)].sum() for own, of in zip(rewards, branches, strict=True) for b in of]
+    advantages = [np.zeros(len(own)) for own in rewards]
+    if len(sums) < 2:
+        return advantages
+    normalised = iter(group_advantages(np.array(sums), mode))
+    for of_turns, of_episode in zip(advantages, branches, strict=True):
+        num_branches = np.zeros(len(of_turns))
+        for branch in of_episode:
+            of_turns[list(branch)] += next(normalised)
+            num_branches[list(branch)] += 1
+        of_turns /= np.maximum(num_branches, 1)
+    return advantages

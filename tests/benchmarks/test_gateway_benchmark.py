@@ -20,7 +20,7 @@ from benchmarks.parts.gateway.load import (
     write_variants,
 )
 from benchmarks.parts.gateway.server import Script
-from benchmarks.parts.gateway.sessions import Turns, Way, sessions
+from benchmarks.parts.gateway.sessions import Load, Turns, Way, sessions
 from benchmarks.parts.gateway.windows import Window
 from easyrl.ledger.journal.reading import JournalFile
 from easyrl.ledger.journal.turns import read_turns
@@ -82,7 +82,7 @@ def test_the_dearer_route_counts_and_each_bound_holds(
 
 @pytest.mark.runs
 def test_turns_through_the_gateway_are_journalled_before_they_are_answered(tmp_path: Path) -> None:
-    with sessions(tmp_path, 2, 0) as (inference, of):
+    with sessions(tmp_path, Load(at_a_time=2, samples=1, seed=0)) as (inference, of):
         direct = inference.thread.run(of.run(0.6, "direct"))
         passed_on = inference.thread.run(of.run(0.6, "proxy"))
         through = inference.thread.run(of.run(0.6, "gateway"))

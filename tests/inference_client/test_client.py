@@ -396,6 +396,35 @@ async def test_control_requests_keep_their_connection_to_an_embedded_server_alon
         await runner.cleanup()
 
 
+async def test_what_comes_up_where_an_embedded_server_was_may_be_another(session):
+    told = []
+
+    async def answer(request: web.Request) -> web.Response:
+        told.append(request.headers.get("Connection"))
+        return web.json_response({"data": [{"id": "m", "owned_by": "easyrl"}]})
+
+    async def serve(port: int) -> web.AppRunner:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+        return runner
+
+    runner = await serve(0)
+    port = runner.addresses[0][1]
+    client = EndpointClient(f"http://127.0.0.1:{port}", session)
+    await client.served_model()
+    await client.pause("wait")
+    await runner.cleanup()
+    with pytest.raises(EndpointUnavailable):
+        await client.pause("wait")
+    runner = await serve(port)
+    await client.pause("wait")
+    await runner.cleanup()
+    assert told == ["close", None, "close"]
+
+
 async def test_no_server_is_unavailable_and_no_route_is_explained(endpoint, client):
     with pytest.raises(RequestRejected, match="404.*VLLM_SERVER_DEV_MODE=1"):
         await client._request("POST", "/not_there")

@@ -40,7 +40,9 @@ from easyrl.schema import Prompt
 
 CLIENT = Path(__file__).with_name("client.py")
 ROUTES = ("chat", "tokens")  # in turns, group by group
-NUM_PROMPTS = 8192  # of sessions, made beforehand: their making takes nobody's time
+# Of sessions, made beforehand: their making takes nobody's time. More than a call plays whose
+# windows are as many and as long as by default.
+NUM_PROMPTS = 8192
 Way = Literal["direct", "proxy", "gateway"]  # from client to server
 NO_PROMPT = np.zeros(1, dtype=np.int32)  # an environment's own are asked for
 
@@ -130,11 +132,11 @@ class Sessions:
         return list(made.episode.turn_rewards)
 
     def _prompt(self, number: int, *, direct: bool) -> Prompt:
-        metadata = {"direct": direct, **self._asked[number % len(self._asked)]}
+        metadata = {"direct": direct, **self._asked[number % NUM_PROMPTS]}
         return Prompt(number, NO_PROMPT, "", None, metadata=metadata)
 
     def _group(self, number: int) -> int:
-        return number // self._load.samples
+        return number % NUM_PROMPTS // self._load.samples
 
     def _route(self, number: int) -> str:
         return ROUTES[self._group(number) % len(ROUTES)]

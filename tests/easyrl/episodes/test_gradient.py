@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -94,11 +97,47 @@ def test_a_token_of_the_environment_has_no_gradient_and_one_too_many_is_seen(
     assert float((parameter.grad - gradient).norm() / gradient.norm()) > 1e-3
 
 
+def of_branches(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Of each turn the mean of its branches' returns, standardised among all: by the prompts."""
+    lines: list[list[list[int]]] = []
+    for logged in logged_episodes():
+        before: list[list[int]] = []
+        for k, each in enumerate(logged):
+            known = [
+                (len(e.prompt) + len(e.sampled), before[j])
+                for j, e in enumerate(logged[:k])
+                if each.prompt[: len(e.prompt) + len(e.sampled)] == e.prompt + e.sampled
+            ]
+            before.append([*max(known, default=(0, []))[1], k])
+        ended = [a for a in before if not any(a == b[: len(a)] and a != b for b in before)]
+        lines.append(ended)
+    assert [len(own) for own in lines] == [5, 5]
+    returns = [
+        [sum(own[k] for k in line) for line in ended]
+        for own, ended in zip(rewards, lines, strict=True)
+    ]
+    every = returns[0] + returns[1]
+    mean, deviation = statistics.fmean(every), statistics.stdev(every) + 1e-4
+    return [
+        [
+            statistics.fmean(
+                (value - mean) / deviation
+                for value, line in zip(own, ended, strict=True)
+                if k in line
+            )
+            for k in range(7)
+        ]
+        for own, ended in zip(returns, lines, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("packing", ["tree", "none"])
+@pytest.mark.parametrize("credit", ["turn", "branch"])
 def test_it_is_with_a_recipes_weights_and_advantages_of_turns(
-    packing: Packing, tmp_path: Path, no_casts: None
+    packing: Packing, credit: Literal["turn", "branch"], tmp_path: Path, no_casts: None
 ) -> None:
-    """An episode counts once, a turn has its own advantage: formulas written out again."""
+    """An episode counts once, a turn has its own advantage, or its branches': formulas written out
+    again."""
     path = save_any_model(tmp_path, "mistral")
     of_turns = ([0.5, 0.0, 1.0, 0.0, 0.0, 2.0, 0.0], [0.0, 1.0, 1.0, 0.25, 0.0, 0.0, 0.0])
     outcomes = (1.0, 0.0)
@@ -108,7 +147,7 @@ def test_it_is_with_a_recipes_weights_and_advantages_of_turns(
         assert completion.episode is not None
         said = replace(completion.episode, turn_rewards=tuple(own))
         made.append(replace(completion, episode=said))
-    recipe = TurnGRPO(kl_coef=0.0)
+    recipe = TurnGRPO(kl_coef=0.0, credit=credit)
     trained = trained_groups(recipe, run_settings(), [group(*made)])
     model = load(path, "auto")
     for row in pack_groups(trained, max_tokens_per_micro_batch=500, packing=packing):
@@ -130,6 +169,8 @@ def test_it_is_with_a_recipes_weights_and_advantages_of_turns(
         outcome = float(np.float32(pair(outcomes[sample], outcomes[1 - sample])))
         for k, each in enumerate(logged):
             of_turn = pair(of_turns[sample][k], of_turns[1 - sample][k])
+            if credit == "branch":
+                of_turn = of_branches(of_turns)[sample][k]
             advantage = float(np.float32(outcome + of_turn))
             ids = torch.tensor([each.prompt + each.sampled])
             logits = alone(ids).logits[0, len(each.prompt) - 1 : -1] / TEMPERATURE

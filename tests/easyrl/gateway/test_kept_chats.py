@@ -5,7 +5,7 @@ import pytest
 
 from easyrl.gateway.errors import BadRequest
 from easyrl.gateway.prompts import chat_prompt
-from easyrl.gateway.rendering import KEPT_CHARACTERS, KEPT_CHATS, Renderer
+from easyrl.gateway.rendering import KEPT_BYTES, KEPT_CHATS, Renderer
 from tests.easyrl.gateway.gateway_parts import chat_tokenizer, user
 
 
@@ -28,12 +28,22 @@ def test_the_chat_of_a_group_is_tokenised_once(renderer):
         assert prompt.parent is None and prompt.new_text == made.text(chat)
 
 
-def test_tools_and_settings_of_the_template_make_another_chat(renderer):
+def test_tools_make_another_chat(renderer):
     made, texts = renderer
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     chat_prompt(made, [user("a")], None, "keep")
     chat_prompt(made, [user("a")], None, "keep", tools)
     assert len(texts) == len(set(texts)) == 2
+
+
+def test_so_do_settings_of_the_template():
+    named = Renderer(chat_tokenizer("{{ name }}: {{ messages[0].content }}"))
+    ada, eve, again = (
+        chat_prompt(named, [user("a")], None, "keep", None, {"name": name})
+        for name in ("Ada", "Eve", "Ada")
+    )
+    assert [named.decode(prompt.ids.tolist()) for prompt in (ada, eve)] == ["Ada: a", "Eve: a"]
+    assert again.ids is ada.ids
 
 
 def test_nobody_writes_to_what_is_kept(renderer):
@@ -52,9 +62,13 @@ def test_what_is_kept_is_bounded(renderer):
     assert texts.count("0") == 2
     made.ids_of_chat(f"{KEPT_CHATS}")
     assert texts.count(f"{KEPT_CHATS}") == 1
-    long = "a" * (KEPT_CHARACTERS + 1)
-    assert made.ids_of_chat(long).tolist() == made.ids_of_chat(long).tolist()
-    assert texts.count(long) == 2
+    for long in ("a" * (KEPT_BYTES + 1), "é" * (KEPT_BYTES // 2 + 1)):
+        assert made.ids_of_chat(long).tolist() == made.ids_of_chat(long).tolist()
+        assert texts.count(long) == 2
+    for letter in ("a", "é", "€", "𝄞"):  # an id for each byte
+        widest = letter * (KEPT_BYTES // len(letter.encode()))
+        num_bytes = widest.__sizeof__() + made.ids_of_chat(widest).nbytes
+        assert KEPT_CHATS * num_bytes < 43e6
 
 
 def test_a_text_that_is_refused_is_refused_again(renderer):

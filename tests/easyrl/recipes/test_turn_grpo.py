@@ -136,3 +136,85 @@ def test_a_control_has_the_rewards_of_turns_permuted_too(shuffle: bool | str) ->
     # standardised values: four standard errors of their mean
     for total in sums:
         assert np.abs(total / num_prompts).max(initial=0.0) < 4 / num_prompts**0.5
+
+
+def branches_by_hand(completion: Completion) -> list[list[int]]:
+    """From each turn that none continues back to the first."""
+    assert completion.episode is not None
+    turns = completion.episode.turns
+    leaves = [n for n in range(len(turns)) if all(turn.parent != n for turn in turns)]
+    lines = []
+    for leaf in leaves:
+        line: list[int] = []
+        at: int | None = leaf
+        while at is not None:
+            line.insert(0, at)
+            at = turns[at].parent
+        lines.append(line)
+    return lines
+
+
+TREE_REWARDS = (
+    (0.0, 0.0, 1.0, 2.0, -1.0, 0.5, 0.0),  # 7 turns: a sub-agent, a retry, two other histories
+    (0.25, 0.0, 0.0, 1.0, 1.0, 0.0, 3.0),
+    (0.0, 4.0),
+    (),
+)
+
+
+@pytest.mark.parametrize("coef", [1.0, 0.25])
+@pytest.mark.parametrize("advantage", ["group_std", "group_mean"])
+def test_a_turn_has_the_mean_of_its_branches(coef: float, advantage: str) -> None:
+    of = rewarded(*TREE_REWARDS, outcomes=OUTCOMES)
+    recipe = TurnGRPO(turn_coef=coef, advantage=advantage, credit="branch")  # type: ignore[arg-type]
+    outcomes = advantages(GRPO(advantage=advantage), of)  # type: ignore[arg-type]
+    lines = [branches_by_hand(completion) for completion in of.completions]
+    assert [len(own) for own in lines[:2]] == [5, 5]
+    assert any(len({line[0] for line in own}) < len(own) for own in lines)  # turns are shared
+    returns = [
+        [sum(rewards[k] for k in line) for line in own] if rewards else []
+        for own, rewards in zip(lines, TREE_REWARDS, strict=True)
+    ]
+    every = [value for own in returns for value in own]
+    mean, deviation = statistics.fmean(every), statistics.stdev(every) + EPS
+    seen = set()
+    for completion, values, outcome, own, of_branches in zip(
+        of.completions, advantages(recipe, of), outcomes, lines, returns, strict=True
+    ):
+        assert completion.episode is not None
+        for k, turn in enumerate(completion.episode.turns):
+            expected = outcome[0]
+            if of_branches:
+                through = [r - mean for r, line in zip(of_branches, own, strict=True) if k in line]
+                if advantage == "group_std":
+                    through = [value / deviation for value in through]
+                expected += coef * statistics.fmean(through)
+            assert values[turn.sampled : turn.end] == pytest.approx(expected, abs=1e-6)
+            seen.add(round(float(expected), 6))
+    assert len(seen) >= 8
+
+
+def test_a_line_of_turns_is_one_branch_and_one_alone_is_worth_nothing() -> None:
+    of = rewarded((0.0, 1.0), (0.5, 0.0), outcomes=(1.0, 1.0))
+    one, two = advantages(TurnGRPO(credit="branch"), of)
+    first, second = (standardised(value, [1.0, 0.5]) for value in (1.0, 0.5))
+    for values, expected, completion in ((one, first, 0), (two, second, 1)):
+        tokens = values[of.completions[completion].loss_mask]
+        assert tokens == pytest.approx(expected, abs=1e-6)  # all turns alike, the first too
+    alone = rewarded((0.0, 1.0), (), outcomes=(1.0, 0.0))
+    for own, other in zip(
+        advantages(TurnGRPO(credit="branch"), alone), advantages(GRPO(), alone), strict=True
+    ):
+        np.testing.assert_array_equal(own, other)
+
+
+def test_equal_branches_are_no_signal_though_their_turns_differ() -> None:
+    of = rewarded((1.0, 0.0), (0.0, 1.0), outcomes=(1.0, 1.0))
+    by_turn, by_branch = (
+        TurnGRPO(dynamic_sampling=True, credit=credit)  # type: ignore[arg-type]
+        for credit in ("turn", "branch")
+    )
+    assert by_turn.accepts(of, run_settings()) is None
+    assert by_branch.accepts(of, run_settings()) == "all rewards are equal"
+    other = rewarded((1.0, 0.0), (0.0, 0.5), outcomes=(1.0, 1.0))
+    assert by_branch.accepts(other, run_settings()) is None
