@@ -13,6 +13,7 @@ import pytest
 from easyrl.config import Config, DatasetConfig
 from easyrl.config.file import load_config
 from easyrl.schema import Prompt
+from tests.dataloaders.test_prompts import DATA, needs_data
 from tests.easyrl.environments.environment_cases import rollout, running
 from tests.easyrl.environments.scripted_chat import ScriptedChat, calls, says
 
@@ -70,6 +71,40 @@ async def test_the_calculator(monkeypatch: pytest.MonkeyPatch) -> None:
     (tool,) = chat.bodies[0]["tools"]
     described = tool["function"]["parameters"]["properties"]["expression"]
     assert described["description"].startswith("numbers with + - * /")
+
+
+@needs_data
+async def test_the_calculator_on_gsm8k(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives what the records' own annotations say, ``<<48/2=24>>``, and their answers count."""
+    config = example("calculator_tool", monkeypatch)
+    file = DATA / "gsm8k_train.jsonl"
+    asked = prompts(config.data.model_copy(update={"files": [file]}))
+    assert len(asked) == 7473 and all(prompt.answer for prompt in asked)
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    sums = {
+        record["question"]: re.findall(r"<<([^=<>]+)=([^=<>]+)>>", record["answer"])
+        for record in records
+    }
+    answers = {prompt.text: prompt.answer for prompt in asked}
+    is_equal: list[bool] = []
+
+    def solver(body: dict[str, Any]) -> dict[str, Any]:
+        user = next(m["content"] for m in body["messages"] if m["role"] == "user")
+        told = [m["content"] for m in body["messages"] if m["role"] == "tool"]
+        if not told and sums[user]:
+            return calls(
+                *(("calculate", json.dumps({"expression": asked})) for asked, _ in sums[user])
+            )
+        for (_, expected), value in zip(sums[user], told, strict=True):
+            is_equal.append(abs(float(value) - float(expected.replace(",", ""))) < 0.01)
+        return says(f"So it is\n#### {answers[user]}")
+
+    chosen = asked[::100]
+    async with ScriptedChat(solver) as chat, running(config.environments[0]) as hosts:
+        outcomes = [await rollout(hosts, chat, prompt) for prompt in chosen]
+    assert [outcome.reward for outcome in outcomes] == [1.0] * 75
+    assert sum(outcome.components["tool_calls"] for outcome in outcomes) == len(is_equal) > 200
+    assert np.mean(is_equal) > 0.98  # some annotations are rounded
 
 
 async def test_the_calculator_is_told_of_what_is_no_arithmetic(
