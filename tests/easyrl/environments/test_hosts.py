@@ -267,6 +267,28 @@ async def test_a_slow_answer_is_no_hanging_rollout(tmp_path: Path) -> None:
         assert (await rollout(hosts, chat)).reward == 0.5
 
 
+DAWDLING = """
+import asyncio
+from easyrl.environments.client import Client
+
+async def rollout(client: Client, prompt):
+    for turn in range(8 if prompt.text == "slow" else 1):
+        await asyncio.sleep(0.5)
+        await client.chat([{"role": "user", "content": f"turn {turn}"}])
+    return turn + 1.0
+"""
+
+
+async def test_nothing_is_cut_because_it_is_slow(tmp_path: Path) -> None:
+    """More than twice as long as it may be without a request, and all others have ended."""
+    environment = coroutine(tmp_path, DAWDLING, idle_timeout_s=1.5)
+    async with ScriptedChat() as chat, running(environment) as hosts:
+        slow = asyncio.create_task(rollout(hosts, chat, "slow", session="slow"))
+        quick = await asyncio.gather(*(rollout(hosts, chat, "quick") for _ in range(7)))
+        assert [each.reward for each in quick] == [1.0] * 7 and not slow.done()
+        assert (await slow).reward == 8.0
+
+
 async def test_a_host_that_blocks_is_killed_and_what_comes_then_has_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
