@@ -64,8 +64,7 @@ def open_episodes(
     longest = max(contexts, default=UNLIMITED)
     settings = gateway_settings(config, vocabulary, None if longest == UNLIMITED else longest)
     gateway, problem = start_gateway(settings, opened, thread)
-    if problem is not None:
-        log.warning("environments: %s", describe_template(config, problem))
+    log.warning("environments: %s", describe_template(config, problem))
     if problem != NO_TEMPLATE:
         tell_tool_parser(config, gateway.tool_parser)
     hosts = [
