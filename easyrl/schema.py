@@ -336,15 +336,6 @@ class Episode:
     failure: str | None = None  # why the environment has not come to its end; one line
 
     @property
-    def branches(self) -> list[tuple[int, ...]]:
-        """Numbers of the turns from the first to one that no other continues, of each of these."""
-        continued = {turn.parent for turn in self.turns}
-        lines = list[tuple[int, ...]]()
-        for number, turn in enumerate(self.turns):
-            lines.append((*(() if turn.parent is None else lines[turn.parent]), number))
-        return [line for line in lines if line[-1] not in continued]
-
-    @property
     def num_branches(self) -> int:
         """Turns that no other one continues."""
         return len(self.turns) - len({turn.parent for turn in self.turns} - {None})

@@ -149,7 +149,7 @@ class EndpointClient:
         self._headers = {"Content-Type": "application/json"} | IDENTITY
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._control_headers = self._headers | CLOSE
+        self._is_embedded = False  # as far as is known
         self._applies_stop_strings = False
 
     async def generate(
@@ -245,12 +245,11 @@ class EndpointClient:
 
     async def served_model(self) -> ServedModel:
         card = (await self._decoded(_MODELS, "GET", "/v1/models")).data[0]
-        is_embedded = card.owned_by == "easyrl"
-        self._control_headers = self._headers if is_embedded else self._headers | CLOSE
+        self._is_embedded = card.owned_by == "easyrl"
         return ServedModel(
             card.id,
             card.max_model_len,
-            is_embedded=is_embedded,
+            is_embedded=self._is_embedded,
             batch_invariant=card.batch_invariant,
             arithmetic=card.arithmetic,
             streams_samples=card.streams_samples,
@@ -464,18 +463,19 @@ class EndpointClient:
             async with self._opened(method, path, body, limit_s) as response:
                 return await self._read(response, f"{method} {path}", max_bytes)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            self._control_headers = self._headers | CLOSE  # another server may come up there
+            self._is_embedded = False  # another server may come up there
             raise self._unavailable(method, path, error, limit_s) from None
 
     def _opened(
         self, method: str, path: str, body: Body, limit_s: float | None
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        keeps_connection = self._is_embedded or path in (GENERATE, SAMPLES)
         return self._session.request(
             method,
             self.url + path,
             data=data,
-            headers=self._headers if path in (GENERATE, SAMPLES) else self._control_headers,
+            headers=self._headers if keeps_connection else self._headers | CLOSE,
             timeout=aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_TIMEOUT_S),
             allow_redirects=False,  # key and weights go where the configuration says
             auto_decompress=False,

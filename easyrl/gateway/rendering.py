@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 
-# Chats that other samples of their groups may begin with, too, of so many bytes each at most: a
-# token takes one at least, so that with their ids all of them have 42 MB at most.
+# Chats that other samples of their groups may begin with, too, of so many bytes each at most. Each
+# byte may be a character of four (in a text with one beyond the BMP) and an id: 67 MB for all.
 KEPT_CHATS, KEPT_BYTES = 128, 2**16
 
 

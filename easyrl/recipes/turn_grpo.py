@@ -110,19 +110,29 @@ def _of_branches(
     mode: Literal["group_std", "group_mean"],
 ) -> list[np.ndarray]:
     """Of each episode float64 [K], the mean over a turn's branches of their normalised rewards."""
-    branches = [
-        [] if episode is None or not len(own) else episode.branches
+    parents = [
+        [] if episode is None else [turn.parent for turn in episode.turns[: len(own)]]
         for episode, own in zip(episodes, rewards, strict=True)
     ]
-    sums = [own[list(b)].sum() for own, of in zip(rewards, branches, strict=True) for b in of]
+    ends = [sorted(set(range(len(of))) - set(of)) for of in parents]  # of branches
+    sums: list[float] = []
+    for own, of_turns, last in zip(rewards, parents, ends, strict=True):
+        so_far = own.copy()
+        for turn, parent in enumerate(of_turns):  # parents stand before children
+            if parent is not None:
+                so_far[turn] += so_far[parent]
+        sums += so_far[last].tolist()
     advantages = [np.zeros(len(own)) for own in rewards]
     if len(sums) < 2:
         return advantages
     normalised = iter(group_advantages(np.array(sums), mode))
-    for of_turns, of_episode in zip(advantages, branches, strict=True):
-        num_branches = np.zeros(len(of_turns))
-        for branch in of_episode:
-            of_turns[list(branch)] += next(normalised)
-            num_branches[list(branch)] += 1
-        of_turns /= np.maximum(num_branches, 1)
+    for made, of_turns, last in zip(advantages, parents, ends, strict=True):
+        num_branches = np.zeros(len(made))
+        num_branches[last] = 1
+        made[last] = [next(normalised) for _ in last]
+        for turn in reversed(range(len(made))):
+            if (parent := of_turns[turn]) is not None:
+                made[parent] += made[turn]
+                num_branches[parent] += num_branches[turn]
+        made /= num_branches
     return advantages

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -363,6 +364,22 @@ async def test_failures_name_the_route_and_what_the_server_said(
         await client._request("POST", GENERATE, body, timeout_s=0.1)
 
 
+@asynccontextmanager
+async def saying(
+    answer: Callable[[web.Request], Awaitable[web.Response]], port: int = 0
+) -> AsyncIterator[str]:
+    """A server that gives ``answer`` on every route; its URL."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 @pytest.mark.parametrize("owner, num_connections", [("easyrl", 1), ("vllm", 4), (None, 4)])
 async def test_control_requests_keep_their_connection_to_an_embedded_server_alone(
     session, owner, num_connections
@@ -377,13 +394,8 @@ async def test_control_requests_keep_their_connection_to_an_embedded_server_alon
         wrong = request.path == "/resume"
         return web.json_response(models, status=500 if wrong else 200)
 
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        client = EndpointClient(f"http://127.0.0.1:{runner.addresses[0][1]}", session)
+    async with saying(answer) as url:
+        client = EndpointClient(url, session)
         assert (await client.served_model()).is_embedded == (owner == "easyrl")
         connections.clear()  # the first request's: nobody knew the server
         await client.pause("wait")
@@ -392,8 +404,6 @@ async def test_control_requests_keep_their_connection_to_an_embedded_server_alon
         await client.abort_requests()
         await client.health()
         assert len(connections) == num_connections
-    finally:
-        await runner.cleanup()
 
 
 async def test_what_comes_up_where_an_embedded_server_was_may_be_another(session):
@@ -403,25 +413,14 @@ async def test_what_comes_up_where_an_embedded_server_was_may_be_another(session
         told.append(request.headers.get("Connection"))
         return web.json_response({"data": [{"id": "m", "owned_by": "easyrl"}]})
 
-    async def serve(port: int) -> web.AppRunner:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
-        return runner
-
-    runner = await serve(0)
-    port = runner.addresses[0][1]
-    client = EndpointClient(f"http://127.0.0.1:{port}", session)
-    await client.served_model()
-    await client.pause("wait")
-    await runner.cleanup()
+    async with saying(answer) as url:
+        client = EndpointClient(url, session)
+        await client.served_model()
+        await client.pause("wait")
     with pytest.raises(EndpointUnavailable):
         await client.pause("wait")
-    runner = await serve(port)
-    await client.pause("wait")
-    await runner.cleanup()
+    async with saying(answer, int(url.rpartition(":")[2])):
+        await client.pause("wait")
     assert told == ["close", None, "close"]
 
 

@@ -93,7 +93,7 @@ async def test_the_calculator_on_gsm8k(monkeypatch: pytest.MonkeyPatch) -> None:
         told = [m["content"] for m in body["messages"] if m["role"] == "tool"]
         if not told and sums[user]:
             return calls(
-                *(("calculate", json.dumps({"expression": asked})) for asked, _ in sums[user])
+                *(("calculate", json.dumps({"expression": each})) for each, _ in sums[user])
             )
         for (_, expected), value in zip(sums[user], told, strict=True):
             is_equal.append(abs(float(value) - float(expected.replace(",", ""))) < 0.01)

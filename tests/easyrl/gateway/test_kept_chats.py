@@ -65,10 +65,11 @@ def test_what_is_kept_is_bounded(renderer):
     for long in ("a" * (KEPT_BYTES + 1), "é" * (KEPT_BYTES // 2 + 1)):
         assert made.ids_of_chat(long).tolist() == made.ids_of_chat(long).tolist()
         assert texts.count(long) == 2
-    for letter in ("a", "é", "€", "𝄞"):  # an id for each byte
-        widest = letter * (KEPT_BYTES // len(letter.encode()))
-        num_bytes = widest.__sizeof__() + made.ids_of_chat(widest).nbytes
-        assert KEPT_CHATS * num_bytes < 43e6
+    wide = "𝄞" + "a" * (KEPT_BYTES - 4)  # one letter makes all of them wide
+    for widest in (wide, *(x * (KEPT_BYTES // len(x.encode())) for x in "aé€𝄞")):
+        num_bytes = widest.__sizeof__() + made.ids_of_chat(widest).nbytes  # an id for each byte
+        assert KEPT_CHATS * num_bytes < 67.5e6
+    assert KEPT_CHATS * (wide.__sizeof__() + made.ids_of_chat(wide).nbytes) > 67e6
 
 
 def test_a_text_that_is_refused_is_refused_again(renderer):
