@@ -30,8 +30,9 @@ What is measured goes to ``OUT/rows.jsonl`` at once; with ``--resume`` what is t
 is not measured again, with ``--keep-trl`` TRL's rows of other commits neither (then the sides did
 not take turns, which the table says), with ``--any-revision`` those of no side. Where OUT has none,
 the rows that were kept in ``docs/end-to-end-rows.jsonl`` are gone on with, so that an hour here and
-there adds up. The last line printed is one JSON object; ``revisions`` is the number of commits that
-a workload's rows are of, ``took_turns`` says whether the sides of each pair are of one.
+there adds up. A commit that changes docs, README or tests alone counts as the one before it. The
+last line printed is one JSON object; ``revisions`` is the number of commits that a workload's rows
+are of, ``took_turns`` says whether the sides of each pair are of one.
 
 In ``benchmarks/parts/end_to_end``: ``workloads.py`` says what is trained, ``ours.py`` and
 ``trl_side.py`` train it, ``bound.py`` says how fast it could be at most, ``rows.py`` keeps what was

@@ -165,13 +165,33 @@ def test_rows_of_another_commit_count_only_if_asked_for(tmp_path: Path) -> None:
     assert Rows(path).get(now, never, of_any_revision=True).step_s == 5.0
 
 
-def test_the_revision_is_the_commit_and_what_differs_from_it() -> None:
-    head = ["git", "rev-parse", "--short=12", "HEAD"]
-    try:
-        commit = subprocess.run(head, capture_output=True, check=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no git checkout")
-    assert revision().partition("+")[0] == commit
+def test_the_revision_is_the_newest_commit_of_what_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.parts.end_to_end.revision.ROOT", tmp_path)
+
+    def git(*arguments: str) -> str:
+        own = ["-c", "user.name=n", "-c", "user.email=n@n"]
+        command = ["git", "-C", str(tmp_path), *own, *arguments]
+        return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        git("add", ".")
+
+    git("init")
+    write("easyrl/code.py", "1")
+    git("commit", "-m", "code")
+    measured = git("rev-parse", "--short=12", "HEAD")
+    write("docs/benchmarks.md", "measured")
+    git("commit", "-m", "docs")
+    write("README.md", "as well")
+    assert revision() == measured
+    write("easyrl/code.py", "2")
+    assert revision().startswith(f"{measured}+")
+    git("commit", "-m", "other code")
+    assert revision() == git("rev-parse", "--short=12", "HEAD") != measured
 
 
 def test_a_steps_seconds_are_from_served_weights_to_served_weights(tmp_path: Path) -> None:
