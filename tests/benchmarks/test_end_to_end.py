@@ -420,15 +420,13 @@ def test_rows_that_are_kept_are_still_read() -> None:
     rows = Rows(end_to_end.KEPT)
     kept = [orjson.loads(line) for line in end_to_end.KEPT.open()]
     assert len(rows._rows) == len(kept)
-    short = {
-        name: rows.find(Key("short", name, 0, 25, settings), of_any_revision=True)
-        for name, settings in (("ours", "default"), ("bound", "default"))
-    }
-    assert all(short.values())
-    # of the workloads in which batches that try counted, none is taken for one of now
-    tried = WORKLOADS["long prompt"].num_tried
-    of_now = Key("long prompt", "ours", 0, 6, "default", num_tried=tried)
-    assert tried and rows.find(of_now, of_any_revision=True) is None
+    for work in WORKLOADS.values():
+        for side in ("ours", "bound"):
+            key = Key(work.name, side, 0, work.num_steps, "default", num_tried=work.num_tried)
+            assert rows.find(key, of_any_revision=True)
+            # where batches that ``auto`` tries come first, none in which they counted is taken
+            counted = replace_struct(key, num_tried=0)
+            assert not work.num_tried or rows.find(counted, of_any_revision=True) is None
 
 
 def test_what_auto_tries_does_not_count_and_both_sides_count_the_same_prompts() -> None:
