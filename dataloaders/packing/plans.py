@@ -236,8 +236,16 @@ def balanced(items: Sequence[Item], budget: int, min_rows: int = 1) -> Rows:
         rows = _fill(items, by_cost, budget, count, cheapest=True)
         rows = rows or _fill(items, by_size, budget, count, cheapest=False)
         if rows is not None:
+            _leave_none_empty(rows)
             return sorted([sorted(row) for row in (*rows, *([i] for i in too_large)) if row])
         count += 1
+
+
+def _leave_none_empty(rows: Rows) -> None:
+    """As far as there are items: first fit may need fewer rows than it was given."""
+    for row in rows:
+        if not row and len(longest := max(rows, key=len)) > 1:
+            row.append(longest.pop())
 
 
 def _fill(

@@ -103,6 +103,8 @@ class GroupStream:
         self.accepted_versions: frozenset[str] = frozenset()  # that its tokens may be stamped with
         # what an earlier attempt drained at once: it is handed out first, and so again
         self.past_drains: deque[PastDrain] = deque()
+        # is told of each group in memory as it comes off the queue, on the consumer's thread
+        self.on_arrival: Callable[[RolloutGroup], object] = lambda group: None
         # is told of each drain, and of what was computed ahead since the one before; what it
         # raises, ``drain_ready`` does
         self.on_drain: Callable[[Sequence[Key], int, Sequence[Piece]], object] = lambda *drain: None
@@ -302,6 +304,8 @@ class GroupStream:
             self._failure.__cause__ = item
         elif isinstance(item, ReadyGroup):
             self._here[item.key] = item
+            if isinstance(item.group, RolloutGroup):
+                self.on_arrival(item.group)
         elif item is True:
             self._has_more = False
         self._raise_if_ended()

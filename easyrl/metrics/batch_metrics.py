@@ -12,10 +12,10 @@ import numpy as np
 
 from easyrl.engines.base import LogprobComparison, MetricSums, StepResult
 from easyrl.metrics.critic_metrics import critic_metrics
-from easyrl.metrics.repetition import count_ngrams
+from easyrl.metrics.group_counts import GroupCounts
 from easyrl.runtime.collectives import Collectives
 from easyrl.samples.choice import ChosenGroups
-from easyrl.schema import Completion, GroupOutcome, Prompt, RolloutGroup
+from easyrl.schema import GroupOutcome
 
 AGAINST_INFERENCE = ("policy/logprob_diff", "policy/logprob_diff_max", "policy/inference_kl")
 
@@ -59,53 +59,13 @@ class BatchTotals:
     # of this rank's groups, after ``merge`` those that are chosen of all ranks' together
     samples: ChosenGroups = field(default_factory=ChosenGroups)
 
-    def add_group(self, group: RolloutGroup, *, recovered: bool = False) -> None:
-        """Counts a group's lengths and, where it was scored, its rewards."""
-        self.groups.append(GroupOutcome.of(group, recovered=recovered))
-        if recovered:
-            self.metrics.add(MetricSums({"groups_recovered": 1.0}))
-        else:
-            self.dispatched_s.append(group.dispatched_s)
-            self.arrived_s.append(group.completed_s)
-        lengths = np.array([len(c.sampled_ids) for c in group.completions])
-        in_full = sum(_sequence_tokens(c, group.prompt) for c in group.completions)
-        maxima = {
-            "response_length": float(lengths.max()),
-            "minus_response_length": -float(lengths.min()),
-        }
-        ngrams = count_ngrams([c.sampled_ids for c in group.completions])
-        sums = {
-            "groups": 1.0,
-            "groups_moved": float(group.bytes_moved > 0),
-            "bytes_moved": float(group.bytes_moved),
-            "prompt_tokens": float(len(group.prompt.token_ids)),
-            "responses": float(len(lengths)),
-            "response_tokens": float(lengths.sum()),
-            "sequence_tokens": float(in_full),
-            "generated_tokens": 0.0 if recovered else float(lengths.sum()),
-            "truncated": float(sum(c.truncated for c in group.completions)),
-            "ngrams": float(ngrams.num),
-            "repeated_ngrams": float(ngrams.num_repeated),
-        }
-        if group.scores:
-            rewards = group.rewards[group.unmasked].astype(np.float64)
-            largest, smallest = float(rewards.max()), float(rewards.min())
-            sums |= {
-                "samples_scored": float(len(rewards)),
-                "samples_masked": float(len(group.scores) - len(rewards)),
-                "reward": float(rewards.sum()),
-                "reward_square": float(np.square(rewards).sum()),
-                "reward_std": float(rewards.std()),
-                "flat_groups": float(largest == smallest),
-                "reward_failures": float(sum(s.failed for s in group.scores)),
-            }
-            maxima |= {"reward": largest, "minus_reward": -smallest}
-        for score in group.scores:
-            for name, value in score.components.items():
-                terms = {"rewards": value, "squares": value**2, "opinions": 1.0}
-                for kind, term in terms.items():
-                    sums[f"{kind}/{name}"] = sums.get(f"{kind}/{name}", 0.0) + term
-        self.metrics.add(MetricSums(sums, maxima))
+    def add_counts(self, counts: GroupCounts) -> None:
+        """Of the next group."""
+        self.groups.append(counts.outcome)
+        if not counts.outcome.recovered:
+            self.dispatched_s.append(counts.dispatched_s)
+            self.arrived_s.append(counts.completed_s)
+        self.metrics.add(counts.metrics)
 
     def add(self, other: BatchTotals) -> None:
         """The next update's sums, of all ranks."""
@@ -328,9 +288,3 @@ def _arrivals(arrived_s: Sequence[float]) -> dict[str, float]:
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else 0.0
-
-
-def _sequence_tokens(completion: Completion, prompt: Prompt) -> int:
-    """Of a response with its prompt; an episode's tree holds its prompts itself."""
-    own = len(completion.token_ids)
-    return own if completion.episode is not None else own + len(prompt.token_ids)

@@ -33,12 +33,16 @@ from easyrl.schema import (
     RolloutGroup,
     TrainedGroup,
 )
+from easyrl.trainer.group_preparation import GroupPreparation, PreparedGroup
 from easyrl.trainer.look_ahead import LookAhead, OpenGroups
 from easyrl.trainer.model_outputs import ModelOutputs, ResponseRows
 
 
 class GroupSource(Protocol):
     """The groups of one update (``GroupStream``)."""
+
+    # is told of each group in memory as it arrives, while ``drain_ready`` waits for more
+    on_arrival: Callable[[RolloutGroup], object]
 
     @property
     def wait_s(self) -> float: ...
@@ -113,6 +117,13 @@ class GroupFunctions:
     # late scalar of the value loss; None: no critic
     value_denominator: Callable[[Sequence[RolloutGroup]], float] | None = None
 
+    def trained_alone(self, group: RolloutGroup) -> TrainedGroup | None:
+        """Of a group with the scores to train with; None where its advantages need the rewards of
+        the whole batch, or what models say."""
+        if self.scope == "batch" or self.ask_first is not None:
+            return None
+        return self.trained([group], (), [NOTHING_SAID])[0]
+
 
 class OnPolicyViolation(RuntimeError):
     """A sample was not made by the weights being trained; it is refused."""
@@ -160,9 +171,11 @@ class Accumulator:
                 record=self.record,
                 note=groups.note_ahead,
             )
-        work = self._micro_batches(groups, totals, outputs, ahead, timer)
+        preparation = GroupPreparation(self.functions, groups.recovered, self.clock)
+        work = self._micro_batches(groups, preparation, totals, outputs, ahead, timer)
         if self.engine.lockstep:
             work = self.collectives.in_lockstep(work, lambda: [self.functions.dummy()])
+        groups.on_arrival = preparation.prepare
         with self.stop.wakes(groups.interrupt), self.cores.rests_behind():
             for rows in work:
                 num_tokens = sum(row.num_tokens for row in rows)
@@ -214,6 +227,7 @@ class Accumulator:
     def _micro_batches(
         self,
         groups: GroupSource,
+        preparation: GroupPreparation,
         totals: BatchTotals,
         outputs: ModelOutputs,
         ahead: LookAhead | None,
@@ -227,8 +241,8 @@ class Accumulator:
                 self.record("waiting_for_batch")
                 with self.clock.phase("wait"):
                     groups.complete()
-            said = partial(self._said, outputs, timer)
-            for trained in self._trained(self._drains(groups, totals, ahead, timer), said):
+            drains = self._drains(groups, preparation, totals, ahead, timer)
+            for trained in self._trained(drains, partial(self._said, outputs, timer)):
                 totals.samples.add(trained)
                 to_run = self._to_run(trained, compared, totals)
                 rows = self.functions.pack(to_run, min_rows=self._rows_by_thread())
@@ -252,12 +266,17 @@ class Accumulator:
 
     def _trained(
         self,
-        arriving: Iterable[list[RolloutGroup]],
+        arriving: Iterable[list[PreparedGroup]],
         said: Callable[[Sequence[RolloutGroup]], list[GroupOutputs]],
     ) -> Iterator[list[TrainedGroup]]:
         """The groups of each drain; with scope ``batch`` once all rewards are there, collective."""
         if self.functions.scope == "group":
-            for usable in arriving:
+            for prepared in arriving:
+                trained_alone = [each.trained for each in prepared if each.trained is not None]
+                if len(trained_alone) == len(prepared):
+                    yield trained_alone
+                    continue
+                usable = [each.group for each in prepared]
                 yield self.functions.trained(usable, (), said(usable))
             return
         self.record("waiting_for_batch")
@@ -265,9 +284,9 @@ class Accumulator:
         outputs: list[GroupOutputs] = []
         interruption: Exception | None = None
         try:
-            for drain in arriving:  # models that are asked first run as groups arrive
-                drains.append(drain)
-                outputs += said(drain)
+            for prepared in arriving:  # models that are asked first run as groups arrive
+                drains.append([each.group for each in prepared])
+                outputs += said(drains[-1])
         except Exception as error:
             if not self.is_interruption(error):
                 raise
@@ -301,10 +320,11 @@ class Accumulator:
     def _drains(
         self,
         groups: GroupSource,
+        preparation: GroupPreparation,
         totals: BatchTotals,
         ahead: LookAhead | None,
         timer: DeviceTimer,
-    ) -> Iterator[list[RolloutGroup]]:
+    ) -> Iterator[list[PreparedGroup]]:
         """Groups that are packed together, checked and counted."""
         max_tokens = self.rows_per_drain * self.max_tokens
         idle = None if ahead is None else partial(self._look_ahead, ahead)
@@ -324,12 +344,14 @@ class Accumulator:
             self.stop.raise_if_requested()
             for group in ready:
                 _refuse_off_policy(group, groups.accepted_versions)
-                totals.add_group(group, recovered=group.prompt.key in groups.recovered)
-            usable = [self.functions.scored(group) for group in ready]
+            prepared = [preparation.take(group) for group in ready]
+            for each in prepared:
+                totals.add_counts(each.counts)
+            usable = [each.group for each in prepared]
             totals.denominator += self.functions.denominator(usable)
             if self.functions.value_denominator is not None:
                 totals.value_denominator += self.functions.value_denominator(usable)
-            yield usable
+            yield prepared
 
     def _look_ahead(self, ahead: LookAhead) -> bool:
         self.cores.take()

@@ -19,6 +19,12 @@ from benchmarks import end_to_end
 from benchmarks.parts.end_to_end import bound, ours, trl_side
 from benchmarks.parts.end_to_end.ending_model import end_log_odds, write_ending_model
 from benchmarks.parts.end_to_end.heldout import heldout_logprob
+from benchmarks.parts.end_to_end.ideal_schedules import (
+    Group,
+    Slowdown,
+    as_they_arrive,
+    started_together,
+)
 from benchmarks.parts.end_to_end.processor_time import (
     SERVER_PROCESSOR,
     TRAINER_PROCESSOR,
@@ -321,7 +327,7 @@ def test_the_bound_of_shared_cores_is_what_nothing_beats() -> None:
 
 def test_nothing_is_trained_before_it_is_complete() -> None:
     def ended(*groups: tuple[float, int]) -> float:
-        return bound.as_they_arrive([bound.Group(*group) for group in groups], training_s=6.0)
+        return as_they_arrive([Group(*group) for group in groups], training_s=6.0)
 
     assert ended((1.0, 10), (1.0, 20)) == 4.0  # together: generation, then training on both cores
     assert ended((1.0, 10), (9.0, 20)) == 11.0  # the last one's share follows it
@@ -331,6 +337,25 @@ def test_nothing_is_trained_before_it_is_complete() -> None:
     assert ended((1.0, 20), (3.0, 10)) == 5.0  # a group that is being trained goes on on both
     assert ended((1.0, 30), (9.0, 0)) == 9.0  # nothing of the last one is trained
     assert ended((4.0, 0)) == 4.0
+
+
+def test_phases_are_slower_beside_each_other_and_not_alone() -> None:
+    slow = Slowdown(generation=1.25, training=1.5)
+    # generation until 5, training has done 10/3 of its 8 by then, and has both cores for the rest
+    assert started_together(4.0, 8.0, slow) == pytest.approx(5 + (8 - 10 / 3) / 2)
+    # training until 3, generation has done 2.4 of its 4 by then
+    assert started_together(4.0, 2.0, slow) == pytest.approx(3 + 4 - 2.4)
+    assert started_together(4.0, 8.0) == 6.0 and started_together(4.0, 2.0) == 4.0
+    # so slow beside each other that one behind the other takes less
+    assert started_together(4.0, 8.0, Slowdown(3.0, 3.0)) == 8.0
+
+    def ended(*groups: tuple[float, int]) -> float:
+        return as_they_arrive([Group(*group) for group in groups], 6.0, slow)
+
+    # complete at 1.25 and 5: 2.5 of the first one's 3 are done between them, the rest on both cores
+    assert ended((1.0, 10), (4.0, 10)) == pytest.approx(5 + 0.5 / 2 + 3 / 2)
+    assert ended((1.0, 20), (1.0, 10)) == pytest.approx(1.25 + 6 / 2)
+    assert ended((1.0, 10), (1.8, 0)) == pytest.approx(2.25 + (6 - 1 / 1.5) / 2)
 
 
 def test_what_arrival_allows_stands_beside_the_efficiency() -> None:
@@ -355,6 +380,48 @@ def test_what_arrival_allows_stands_beside_the_efficiency() -> None:
     assert end_to_end.exit_status([told(1.0)]) == 0
     assert end_to_end.exit_status([told(1.1)]) == 3
     assert "says nothing" in told(1.1).table()
+
+
+def test_what_phases_take_beside_each_other_stands_beside_a_miss_too() -> None:
+    def told(shared_s: float, training_beside_s: float, arrival_beside_s: float) -> Comparison:
+        spans = alone(shared_s) | {
+            bound.TRAIN: 0.5,
+            bound.GENERATE_BESIDE: 0.1,
+            bound.TRAIN_BESIDE: training_beside_s,
+            bound.AS_THEY_ARRIVE: 0.3,
+            bound.AS_THEY_ARRIVE_BESIDE: arrival_beside_s - 0.2,
+        }
+        comparison = compared(1.0, 0.5)
+        bounds = [
+            Row(row.key, Measured([replace_struct(step, spans=spans) for step in row.steps]))
+            for row in comparison.bounds
+        ]
+        return replace(comparison, bounds=bounds)
+
+    row = told(0.4, 0.6, 0.7).row()
+    # 0.1 of generation, in which a sixth less is trained; the rest on both cores; the border 0.2
+    assert row["bound_beside_s"] == pytest.approx(0.1 + (0.5 - 0.1 / 1.2) / 2 + 0.2, abs=1e-3)
+    assert row["arrival_beside_s"] == 0.7
+    forbidden = "the estimate does, by what phases take beside each other"
+    assert forbidden in told(0.4, 0.6, 0.7).table()  # 0.5 s over 0.7
+    assert "neither forbids it" in told(0.4, 0.6, 0.6).table()
+    assert told(0.4, 0.6, 0.6).is_arrival_kept
+    by_bound = "the bound forbids it, by what phases of this machine take beside each other"
+    one_core = alone(0.3) | {bound.GENERATE: 0.5, bound.GENERATE_BESIDE: 0.6}
+    slow = one_core | {bound.TRAIN: 0.1, bound.TRAIN_BESIDE: 0.2}
+    step = Step(0.7, slow, 0.5, 20.0)
+    # trained at 0.2; generation has done 0.2 / 1.2 of its 0.5 by then, and goes on alone
+    assert bound.beside_s(step) == pytest.approx(0.2 + 0.5 - 0.2 / 1.2 + 0.2)
+    assert bound.shared_s(step) == pytest.approx(0.7)
+    comparison = compared(1.0, 0.58)
+    bounds = [
+        Row(
+            row.key,
+            Measured([replace_struct(s, spans=slow | {bound.GENERATE: 0.52}) for s in row.steps]),
+        )
+        for row in comparison.bounds
+    ]
+    assert by_bound in replace(comparison, bounds=bounds).table()  # 0.8 is wanted, 0.58 over 0.75
 
 
 def test_a_side_that_does_less_is_seen() -> None:
@@ -567,6 +634,14 @@ def test_the_bound_answers_the_batchs_own_requests(tmp_path: Path) -> None:
         assert min(found.spans.values()) > 0
         phases = found.spans[bound.GENERATE], found.spans[bound.TRAIN]
         assert phases[1] / 2 < found.spans[bound.AS_THEY_ARRIVE] <= 1.5 * sum(phases)
+        slower = [
+            found.spans[beside] / seconds
+            for beside, seconds in zip(
+                (bound.GENERATE_BESIDE, bound.TRAIN_BESIDE), phases, strict=True
+            )
+        ]
+        assert all(0.5 < times < 10 for times in slower)  # noise of a machine with other work
+        assert found.spans[bound.AS_THEY_ARRIVE_BESIDE] <= 15 * sum(phases)
         assert found.seconds == pytest.approx(
             max(found.spans[bound.GENERATE], found.spans[bound.TRAIN])
             + sorted(step.spans["optimizer"] for step in trained)[1]

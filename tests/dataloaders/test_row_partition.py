@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from easyrl.dataloaders.packing.cost import RowCost
@@ -54,6 +54,7 @@ def test_balanced_rows_are_few_and_within_the_budget(items: list[Item], budget: 
 
 @BUSY
 @given(ITEMS, st.integers(1, 20), st.integers(2, 4))
+@example([Item(1, 1.0)] * 4 + [Item(2, 1.0)], 2, 4)  # first fit leaves a row empty
 def test_more_rows_than_are_needed(items: list[Item], budget: int, min_rows: int) -> None:
     rows = balanced(items, budget, min_rows)
     assert sorted(index for row in rows for index in row) == list(range(len(items)))

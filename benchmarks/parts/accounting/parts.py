@@ -95,7 +95,7 @@ PARTS = {
         "endpoint",
         num_endpoints=2,
     ),
-    "packing": Part(_calls(BatchTotals, "add_group"), ("pack",)),
+    "packing": Part(_calls(BatchTotals, "add_counts"), ("pack",)),
     "training": Part(_calls(DeepSpeedEngine, "forward_backward"), ("train",)),
     # of a run of one rank: what it does to be with the others
     "ranks": Part(_calls(Trainer, "_merged"), ("ranks",)),

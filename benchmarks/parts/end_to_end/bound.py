@@ -18,6 +18,11 @@ in which its groups were complete, none of it before its group was, on one core 
 generated and on both, twice as fast, behind the last; with the best of the fixed concurrencies. It
 is no bound: a group costs its share of the batch's training by its tokens, and no other order of
 requests was tried. But it leaves out all that a schedule costs, so ours should not come out faster.
+
+Cores of one machine share memory and caches, so that each phase takes longer while the other one is
+at work. How much longer is measured too, of one of the batches: it is generated again and again
+while another process trains. Both the bound of shared cores and the estimate are told a second time
+with that slow-down (``beside_s``, ``arrival_beside_s``).
 """
 
 from __future__ import annotations
@@ -30,6 +35,12 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.parts.end_to_end.ideal_schedules import (
+    NUM_CORES,
+    Group,
+    Slowdown,
+    started_together,
+)
 from benchmarks.parts.end_to_end.ours import THREADS, run_command
 from benchmarks.parts.end_to_end.processor_time import SERVER_PROCESSOR, TRAINER_PROCESSOR
 from benchmarks.parts.end_to_end.rows import Step
@@ -38,8 +49,10 @@ from benchmarks.parts.end_to_end.workloads import Workload
 GENERATE, TRAIN = "generate alone", "train alone"
 # Older rows have "as they arrive", on one core throughout and of fewer concurrencies.
 AS_THEY_ARRIVE = "as they arrive, both cores"
+AS_THEY_ARRIVE_BESIDE = "as they arrive, beside each other"
+# Seconds of one alone, as slow as while the other one is at work; older rows have none.
+GENERATE_BESIDE, TRAIN_BESIDE = "generate beside training", "train beside generation"
 CONCURRENCIES = (16, 32, 64, 128, 256)
-NUM_CORES = 2
 
 
 class BoundJob(msgspec.Struct):
@@ -49,13 +62,6 @@ class BoundJob(msgspec.Struct):
     batches: list[int]  # of the run, from 0, in ascending order
     folder: str  # receives the weights that they were made by
     concurrencies: list[int]  # requests in flight, to be tried
-
-
-class Group(msgspec.Struct):
-    """A finished group."""
-
-    complete_s: float  # after the batch's first request
-    row_tokens: int  # its share of the training: of its packed row; 0 if it is not run
 
 
 class Generated(msgspec.Struct):
@@ -74,6 +80,8 @@ class BatchCost(msgspec.Struct):
     training_processor_s: float  # with loading, packing and the optimizer step
     generation: Generated  # with the fastest concurrency
     as_they_arrive_s: float  # both, with the concurrency that ends first
+    slowdown: Slowdown  # of each beside the other
+    as_they_arrive_beside_s: float  # both, as slow as that
 
 
 def measure(work: Workload, run_dir: Path, steps: Sequence[Step], folder: Path) -> Sequence[Step]:
@@ -112,6 +120,9 @@ def _as_step(cost: BatchCost, steps: Sequence[Step], reward: float) -> Step:
         GENERATE: cost.generation.seconds,
         TRAIN: cost.training_s,
         AS_THEY_ARRIVE: cost.as_they_arrive_s,
+        GENERATE_BESIDE: cost.generation.seconds * cost.slowdown.generation,
+        TRAIN_BESIDE: cost.training_s * cost.slowdown.training,
+        AS_THEY_ARRIVE_BESIDE: cost.as_they_arrive_beside_s,
         "optimizer": _median(steps, "optimizer"),
         "sync": _median(steps, "sync"),
         SERVER_PROCESSOR: cost.generation.processor_s,
@@ -131,27 +142,28 @@ def shared_s(step: Step) -> float:
 def arrival_s(step: Step) -> float | None:
     """The estimate for training in order of arrival, of a step of ``measure``; None: an older row's
     has none."""
+    return _with_border(step, step.spans.get(AS_THEY_ARRIVE))
+
+
+def beside_s(step: Step) -> float | None:
+    """The bound of shared cores, each phase as slow as beside the other; None: an older row's."""
     spans = step.spans
-    if AS_THEY_ARRIVE not in spans:
+    if GENERATE_BESIDE not in spans:
         return None
-    return spans[AS_THEY_ARRIVE] + spans["optimizer"] + spans["sync"]
+    generation_s, training_s = spans[GENERATE], spans[TRAIN]
+    slowdown = Slowdown(spans[GENERATE_BESIDE] / generation_s, spans[TRAIN_BESIDE] / training_s)
+    return _with_border(step, started_together(generation_s, training_s, slowdown))
 
 
-def as_they_arrive(groups: Sequence[Group], training_s: float) -> float:
-    """Seconds from the first request to the last gradient of groups trained one after the other.
+def arrival_beside_s(step: Step) -> float | None:
+    """The estimate, each phase as slow as beside the other; None: an older row's."""
+    return _with_border(step, step.spans.get(AS_THEY_ARRIVE_BESIDE))
 
-    Each costs its share of ``training_s``, seconds of one core, by the tokens of its row, and none
-    begins before it is complete. Behind the last group's completion both cores train.
-    """
-    total = sum(group.row_tokens for group in groups)
-    generated_s = max(group.complete_s for group in groups)
-    ended_s = 0.0
-    for group in sorted(groups, key=lambda group: group.complete_s):
-        cost_s = training_s * group.row_tokens / total if total else 0.0
-        start_s = max(ended_s, group.complete_s)
-        beside_s = min(cost_s, max(0.0, generated_s - start_s))  # the server has the other core
-        ended_s = start_s + beside_s + (cost_s - beside_s) / NUM_CORES
-    return ended_s
+
+def _with_border(step: Step, seconds: float | None) -> float | None:
+    if seconds is None:
+        return None
+    return seconds + step.spans["optimizer"] + step.spans["sync"]
 
 
 def typical(steps: Sequence[Step], first: int) -> list[int]:

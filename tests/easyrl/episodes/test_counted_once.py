@@ -13,6 +13,7 @@ from easyrl.dataloaders.producer.open_samples import OpenSamples
 from easyrl.engines.base import ResponseDifference
 from easyrl.episodes.branches import tokens_by_part
 from easyrl.metrics.batch_metrics import BatchTotals
+from easyrl.metrics.group_counts import GroupCounts
 from easyrl.recipes import DAPO, GRPO, GSPO, PPO
 from easyrl.recipes.groups import trained_group, trained_groups
 from easyrl.recipes.losses import terms_of
@@ -86,7 +87,7 @@ def test_the_punishment_of_dapo_looks_at_the_longest_turn() -> None:
 
 def test_lengths_are_of_what_was_sampled() -> None:
     of, totals = two_episodes(), BatchTotals()
-    totals.add_group(of)
+    totals.add_counts(GroupCounts.of(of))
     sums = totals.metrics.sums
     assert sums["responses"] == 2
     assert sums["response_tokens"] == sum(int(c.loss_mask.sum()) for c in of.completions)

@@ -20,6 +20,7 @@ from easyrl.ledger.journal.reading import journal_files, read_file
 from easyrl.ledger.journal.record_file import JournalError
 from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
+from easyrl.metrics.group_counts import GroupCounts
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.rank_coordination import SharedBatch
@@ -133,7 +134,7 @@ def test_a_finished_group_goes_to_the_rank_that_has_nothing_to_train(tmp_path: P
     assert kept.drawn_by is None and kept.bytes_moved == 0
     totals = BatchTotals()
     for each in (moved, kept):
-        totals.add_group(each)
+        totals.add_counts(GroupCounts.of(each))
     assert totals.metrics.sums["groups_moved"] == 1.0
     assert totals.metrics.sums["bytes_moved"] == moved.bytes_moved
 
@@ -203,7 +204,7 @@ def test_what_was_moved_is_counted_over_all_ranks_and_named(tmp_path: Path) -> N
     def work(collectives: Collectives) -> BatchTotals:
         totals = BatchTotals()
         for each in [group(0)] if collectives.ranks.rank == 0 else made:
-            totals.add_group(each, recovered=each.prompt.index == 2)
+            totals.add_counts(GroupCounts.of(each, recovered=each.prompt.index == 2))
         return totals.merge(collectives)
 
     for totals in on_ranks(2, work):
@@ -213,7 +214,7 @@ def test_what_was_moved_is_counted_over_all_ranks_and_named(tmp_path: Path) -> N
         assert metrics["balance/groups_moved"] == 2.0
         assert metrics["balance/bytes_moved"] == 1000.0
     alone = BatchTotals()
-    alone.add_group(group(0))
+    alone.add_counts(GroupCounts.of(group(0)))
     assert not any(name.startswith("balance/") for name in batch_metrics([Update(alone)], ()))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
+from easyrl.metrics.group_counts import GroupCounts
 from tests.tiny_models import random_group
 
 NAMES = ("time/first_group_s", "time/median_group_s", "time/last_group_s")
@@ -20,7 +21,7 @@ def totals(*times_s: tuple[float, float], recovered: bool = False) -> BatchTotal
     for sent_s, complete_s in times_s:
         group = random_group(np.random.default_rng(0), 2, [3, 3])
         group = replace(group, dispatched_s=sent_s, completed_s=complete_s)
-        made.add_group(group, recovered=recovered)
+        made.add_counts(GroupCounts.of(group, recovered=recovered))
     return made
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
+from easyrl.metrics.group_counts import GroupCounts
 from easyrl.schema import RolloutGroup, Score
 from tests.tiny_models import random_group
 
@@ -28,7 +29,7 @@ def merged(of_ranks: list[list[RolloutGroup]], recovered: frozenset[int] = froze
     for groups in of_ranks:
         totals = BatchTotals()
         for each in groups:
-            totals.add_group(each, recovered=id(each) in recovered)
+            totals.add_counts(GroupCounts.of(each, recovered=id(each) in recovered))
         gather: Any = SimpleNamespace(all_gather=lambda row: rows.append(row) or [row])  # type: ignore[func-returns-value]
         totals.merge(gather)
     final: Any = SimpleNamespace(all_gather=lambda row: rows)

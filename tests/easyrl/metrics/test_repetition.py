@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
+from easyrl.metrics.group_counts import GroupCounts
 from easyrl.metrics.repetition import NGRAM, Ngrams, count_ngrams
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
@@ -69,8 +70,9 @@ def group(*responses: np.ndarray) -> RolloutGroup:
 def test_the_metric_is_the_share_of_all_ngrams_of_a_batch() -> None:
     loop, plain = np.zeros(50, dtype=np.int32), np.arange(100, dtype=np.int32)
     first, second = BatchTotals(), BatchTotals()
-    first.add_group(group(loop, plain))  # 35 n-grams, 34 of them repeated; 85, none repeated
-    second.add_group(group(plain[: NGRAM - 1]))  # none
+    # 35 n-grams, 34 of them repeated; 85, none repeated
+    first.add_counts(GroupCounts.of(group(loop, plain)))
+    second.add_counts(GroupCounts.of(group(plain[: NGRAM - 1])))  # none
     first.add(second)
     totals = first.merge(Collectives(Ranks.data_parallel()))
     assert batch_metrics([Update(totals)], [])["response/repetition"] == 34 / 120

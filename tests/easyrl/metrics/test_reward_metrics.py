@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
+from easyrl.metrics.group_counts import GroupCounts
 from easyrl.schema import RolloutGroup, Score
 from tests.tiny_models import random_group
 
@@ -28,7 +29,7 @@ def scored(rng: np.random.Generator, num_groups: int) -> list[list[dict[str, flo
 def totals(groups: list[list[dict[str, float]]]) -> BatchTotals:
     made = BatchTotals()
     for components in groups:
-        made.add_group(group(*components))
+        made.add_counts(GroupCounts.of(group(*components)))
     return made
 
 

@@ -12,6 +12,7 @@ from easyrl.build.recipe import accept_function, group_functions
 from easyrl.config.file import validate_config
 from easyrl.episodes.turns import failed_at_once
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
+from easyrl.metrics.group_counts import GroupCounts
 from easyrl.recipes import Recipe
 from easyrl.recipes.groups import group_statistics, trained_groups
 from easyrl.recipes.loading import BUILT_IN
@@ -118,7 +119,7 @@ def test_the_control_leaves_them_where_they_are(shuffle: bool | str) -> None:
 
 def test_metrics_of_rewards_are_of_the_others() -> None:
     totals = BatchTotals()
-    totals.add_group(group())
+    totals.add_counts(GroupCounts.of(group()))
     metrics = batch_metrics([Update(totals)], totals.groups)
     rewards = group(masked=False).rewards.astype(np.float64)
     assert metrics["reward/mean"] == pytest.approx(rewards.mean())
