@@ -121,8 +121,12 @@ def _serve(weights: Path, log: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-def _save(config: Config, folder: Path, closed: int, engine: DeepSpeedEngine) -> None:
-    """The weights behind ``closed`` batches."""
+def _save(
+    config: Config, job: BoundJob, folder: Path, closed: int, engine: DeepSpeedEngine
+) -> None:
+    """The weights behind ``closed`` batches, if they make a batch of the job."""
+    if closed not in job.batches:
+        return
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype="float32")
     tensors = {name: tensor.detach().cpu() for name, tensor in engine.named_weights()}
     missing, unknown = model.load_state_dict(tensors, strict=False)
@@ -143,7 +147,7 @@ def measure(job: BoundJob) -> list[BatchCost]:
     for v in job.batches:
         shutil.rmtree(_weights(folder, v), ignore_errors=True)
     pin_process(0, cpus[:1])
-    trained = train_batches(run, job.batches, config, partial(_save, config, folder))
+    trained = train_batches(run, job.batches[-1], config, partial(_save, config, job, folder))
     by_index = {p.index: p for p in load_trained(config, load_tokenizer(config))}
     generated: dict[int, dict[int, Generated]] = {}  # by batch and concurrency
     slowdown = Slowdown()
@@ -188,7 +192,7 @@ def _beside(
     Of the batches that were generated while it trained the fastest counts, as of those alone.
     """
     source, target = (Path(job.folder) / f"bound-training-{name}.json" for name in ("job", "done"))
-    source.write_bytes(msgspec.json.encode(TrainingJob(job.run_dir, job.batches)))
+    source.write_bytes(msgspec.json.encode(TrainingJob(job.run_dir, job.batches[-1])))
     module = "benchmarks.parts.end_to_end.bound_training"
     found: list[tuple[float, Generated]] = []
     with opened as generate:
@@ -202,6 +206,8 @@ def _beside(
     if process.returncode != 0:
         raise RuntimeError(f"{module} ended with status {process.returncode}")
     beside = msgspec.json.decode(target.read_bytes(), type=dict[int, BatchTraining])
+    if len(beside) > 1:
+        del beside[0]  # by a process that has not warmed up
     first_s, last_s = (
         min(t.start_s for t in beside.values()),
         max(t.end_s for t in beside.values()),

@@ -1,4 +1,4 @@
-"""The training of some of a run's batches again, from its journal.
+"""The training of a run's batches again, from its journal.
 
 As a command, in a process of its own, beside which something else is measured. Arguments: files of
 the job, a ``TrainingJob`` as JSON, and of the answer, what ``train_batches`` returns.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -26,7 +26,7 @@ class TrainingJob(msgspec.Struct):
     """What the process is given to do."""
 
     run_dir: str
-    batches: list[int]  # of the run, from 0, in ascending order
+    last: int  # batch of the run, from 0
 
 
 class BatchTraining(msgspec.Struct):
@@ -40,13 +40,13 @@ class BatchTraining(msgspec.Struct):
 
 def train_batches(
     run: RecordedRun,
-    batches: Sequence[int],
+    last: int,
     config: Config,
     before: Callable[[int, DeepSpeedEngine], object] = lambda v, engine: None,
 ) -> dict[int, BatchTraining]:
-    """``batches`` and those before them, as the run has trained them, with one thread.
+    """The batches up to ``last``, as the run has trained them, with one thread.
 
-    ``before`` is called before each of ``batches``, whose time it does not count in.
+    ``before`` is called before each, and does not count in its time.
     """
     torch.set_num_threads(1)
     entered: dict[int, tuple[float, float]] = {}  # processor and clock, by closed batches
@@ -54,13 +54,12 @@ def train_batches(
 
     def on_weights(closed: int, engine: DeepSpeedEngine) -> None:
         entered[closed] = time.process_time(), time.monotonic()
-        if closed in batches:
-            before(closed, engine)
+        before(closed, engine)
         left[closed] = time.process_time(), time.monotonic()
 
-    metrics_of = replay_batch(run, batches[-1], config, on_weights).metrics_of
+    metrics_of = replay_batch(run, last, config, on_weights).metrics_of
     found = {}
-    for v in batches:
+    for v in range(last + 1):
         metrics = metrics_of[run.batch(v).step]
         seconds = metrics["time/train_s"] + metrics["time/look_ahead_s"]
         used_s = entered[v + 1][0] - left[v][0]
@@ -78,7 +77,7 @@ def main() -> None:
     source, target = map(Path, sys.argv[1:])
     job = msgspec.json.decode(source.read_bytes(), type=TrainingJob)
     run, config = recorded(Path(job.run_dir))
-    target.write_bytes(msgspec.json.encode(train_batches(run, job.batches, config)))
+    target.write_bytes(msgspec.json.encode(train_batches(run, job.last, config)))
 
 
 if __name__ == "__main__":
