@@ -34,6 +34,7 @@ class Choice:
         expected_s: by limit, seconds from the first request to the end of training.
         lengths: of the samples that this was expected of, by group.
         train_s: seconds of training for a group.
+        took_s: by limit that was tried, seconds of such a batch by what one has really taken.
     """
 
     max_inflight: int
@@ -41,16 +42,20 @@ class Choice:
     lengths: list[Lengths]
     speed: DecodeSpeed
     train_s: float
+    took_s: dict[int, float]
 
     def __str__(self) -> str:
         lengths = [length for group in self.lengths for length in group]
         mean = sum(lengths) / len(lengths)
-        expected = ", ".join(f"{s:.3g} s with {n}" for n, s in sorted(self.expected_s.items()))
+        expected, took = (
+            ", ".join(f"{s:.3g} s with {n}" for n, s in sorted(seconds.items()))
+            for seconds in (self.expected_s, self.took_s)
+        )
         return (
             f"{self.max_inflight} requests in flight: {len(lengths)} samples of {mean:.0f} "
             f"tokens are expected to take, trained, {expected} (a decoding step "
             f"{1e3 * self.speed.step_s:.2g} ms and {1e6 * self.speed.sequence_s:.2g} µs a "
-            f"sequence, training {1e3 * self.train_s:.3g} ms a group)"
+            f"sequence, training {1e3 * self.train_s:.3g} ms a group); tried, {took}"
         )
 
 
@@ -67,6 +72,7 @@ class _Tried(NamedTuple):
     terms: np.ndarray  # ``decode_terms``
     s_per_token: float  # of a response, the mean
     train_s: float
+    took_s: float  # a token, from the first request to the end of training
 
 
 class AdaptiveLimit:
@@ -74,8 +80,9 @@ class AdaptiveLimit:
 
     Consumes: each response with its times, and the end of each batch. Waits for: nothing. Produces:
     a limit for each batch: all that the endpoint takes; then, if fewer could gain ``MIN_GAIN``,
-    those and all in turn, and the one with the shortest expected time. What is sampled does
-    not depend on it. Belongs to the pool's loop.
+    those and all in turn, and the one with the shortest expected time; fewer only if they have
+    really taken less in turn, too. What is sampled does not depend on it. Belongs to the pool's
+    loop.
     """
 
     def __init__(self, most: int) -> None:
@@ -106,10 +113,11 @@ class AdaptiveLimit:
         """What was seen of the open batch does not count."""
         self._responses = {}
 
-    def end_batch(self, train_s: float) -> Choice | None:
+    def end_batch(self, train_s: float, now_s: float) -> Choice | None:
         """Finds the next batch's limit; None: as before, or still trying.
 
         Args:
+            now_s: when the batch was trained, by the clock of its responses.
             train_s: seconds that the trainer takes for a whole group of this endpoint's, while the
                 other endpoints' groups are trained too; 0: it does not begin before the last group
                 is there, or has said nothing yet.
@@ -129,7 +137,10 @@ class AdaptiveLimit:
             self._num_batches, self._tried, self._chosen_for = 0, {}, None
         self._num_batches += 1
         took_s = sum(response.ended_s - response.began_s for response in responses)
-        self._keep(_Tried(decode_terms(responses), took_s / num_tokens, train_s))
+        all_took_s = now_s - min(response.began_s for response in responses)
+        self._keep(
+            _Tried(decode_terms(responses), took_s / num_tokens, train_s, all_took_s / num_tokens)
+        )
         groups.sort(key=lambda group: min(sample[0].began_s for sample in group))
         lengths: list[Lengths] = [
             [sum(response.num_tokens for response in sample) for sample in group]
@@ -150,8 +161,9 @@ class AdaptiveLimit:
         """Of each limit what was fastest: a start, and other work, make a batch slower."""
         before = self._tried.get(self.max_inflight, tried)
         faster = min(tried, before, key=lambda each: each.s_per_token)
-        train_s = min(tried.train_s, before.train_s)
-        self._tried[self.max_inflight] = faster._replace(train_s=train_s)
+        self._tried[self.max_inflight] = faster._replace(
+            train_s=min(tried.train_s, before.train_s), took_s=min(tried.took_s, before.took_s)
+        )
 
     def _has_changed(self, work: _Work, before: _Work) -> bool:
         pairs = zip(work, before, strict=True)
@@ -183,9 +195,13 @@ class AdaptiveLimit:
     def _choose(self, limits: list[int], lengths: list[Lengths]) -> Choice:
         speed = fit_decode_speed([tried.terms for tried in self._tried.values()])
         expected_s = self._expected_s(speed, limits, lengths)
+        num_tokens = sum(map(sum, lengths))
+        took_s = {limit: tried.took_s * num_tokens for limit, tried in self._tried.items()}
         self.max_inflight = fastest(expected_s, self.most, MIN_GAIN)
+        if min(took_s, key=took_s.__getitem__) == self.most:  # what is expected leaves much out
+            self.max_inflight = self.most
         train_s = self._train_s(limits)[self.max_inflight]
-        return Choice(self.max_inflight, expected_s, lengths, speed, train_s)
+        return Choice(self.max_inflight, expected_s, lengths, speed, train_s, took_s)
 
     def _expected_s(
         self, speed: DecodeSpeed, limits: list[int], lengths: list[Lengths]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -34,6 +35,7 @@ class InflightLimits:
         launched_with: by URL, sequences that servers decode at a time whose command line is the
             run's own.
         on_choice: told of each.
+        clock: of the times of responses.
     """
 
     def __init__(self, max_inflight: int | Literal["auto"], num_shares: int) -> None:
@@ -46,6 +48,7 @@ class InflightLimits:
         self._is_part = False
         self.launched_with: Mapping[str, int] = {}
         self.on_choice: Callable[[Endpoint, Choice], object] = lambda endpoint, choice: None
+        self.clock: Callable[[], float] = time.monotonic
 
     @property
     def at_first(self) -> int:
@@ -115,9 +118,10 @@ class InflightLimits:
                 limit.forget_batch()
         self._num_begun, self._is_part = 0, False
         num_responses = sum(limit.num_responses for limit in self._adaptive.values())
+        now_s = self.clock()
         for endpoint, limit in self._adaptive.items():
             train_s = self._train_s * num_responses / max(1, limit.num_responses)
-            if (choice := limit.end_batch(train_s)) is not None:
+            if (choice := limit.end_batch(train_s, now_s)) is not None:
                 log.warning("inference.max_inflight: %s: %s", endpoint.url, choice)
                 self.on_choice(endpoint, choice)
         self.lift()

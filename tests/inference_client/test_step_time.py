@@ -143,7 +143,7 @@ def train_on(
         for key, group in enumerate(batch.responses):
             for response in group:
                 limit.saw(key, response)
-        choices.append(limit.end_batch(train_s if tells else 0.0))
+        choices.append(limit.end_batch(train_s if tells else 0.0, batch.trained_s))
     return choices
 
 
@@ -241,8 +241,8 @@ def test_a_batch_of_few_responses_leaves_nothing_to_choose():
     for _ in range(5):
         for _ in range(16):
             limit.saw(0, TimedResponse(0.0, 1.0, 10))
-        assert limit.end_batch(0.1) is None
-    assert limit.end_batch(0.1) is None, "an empty one"
+        assert limit.end_batch(0.1, 2.0) is None
+    assert limit.end_batch(0.1, 2.0) is None, "an empty one"
     assert limit.max_inflight == 256
 
 
@@ -262,7 +262,7 @@ def train_on_sessions(limit: AdaptiveLimit, work: str, batches: range) -> list[C
                     first, last = (num_tokens * n // TURNS for n in (turn, turn + 1))
                     times = began_s + turn * turn_s, began_s + (turn + 1) * turn_s
                     limit.saw(key, TimedResponse(*times, last - first), session=(key, sample))
-        choices.append(limit.end_batch(train_s))
+        choices.append(limit.end_batch(train_s, batch.trained_s))
     return choices
 
 
@@ -283,14 +283,36 @@ def test_few_sessions_of_many_turns_leave_nothing_to_choose():
         for sample in range(16):
             limit.saw(0, TimedResponse(turn, turn + 1.0, 10), session=sample)
     assert limit.num_responses == 160
-    assert limit.end_batch(0.1) is None
+    assert limit.end_batch(0.1, 2.0) is None
     for _ in range(5):
-        assert limit.end_batch(0.1) is None
+        assert limit.end_batch(0.1, 2.0) is None
     assert limit.max_inflight == 256
+
+
+@pytest.mark.parametrize("beside", [1.0, 1.3])
+def test_fewer_that_have_taken_longer_are_not_chosen(beside):
+    """Decoding beside training takes longer than the model knows, by ``beside``."""
+    limit = AdaptiveLimit(256)
+    groups_of, step_s, train_s = WORKLOADS["short"]
+    for number in range(5):
+        batch = simulate(step_s, groups_of(number), limit.max_inflight, train_s)
+        for key, group in enumerate(batch.responses):
+            for response in group:
+                limit.saw(key, response)
+        took_s = batch.trained_s * (1.0 if limit.max_inflight == 256 else beside)
+        choice = limit.end_batch(train_s, took_s)
+    few = min(choice.took_s)
+    assert min(choice.expected_s, key=choice.expected_s.__getitem__) < 256, "the model says so"
+    if beside == 1.0:
+        assert choice.took_s[few] < choice.took_s[256]
+        assert choice.max_inflight == limit.max_inflight < 256
+    else:
+        assert choice.took_s[few] > choice.took_s[256]
+        assert choice.max_inflight == limit.max_inflight == 256
 
 
 def test_a_choice_says_why():
     limit = AdaptiveLimit(256)
     said = str(next(filter(None, train_on(limit, "short", range(5)))))
     assert f"{limit.max_inflight} requests in flight: 256 samples of 19" in said or "of 20" in said
-    assert "s with 256" in said and "16 ms a group" in said
+    assert "s with 256" in said and "16 ms a group); tried, " in said

@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,19 @@ Generate = Callable[[], Generated]
 
 @contextmanager
 def generation(
-    server: ServerProcess, config: Config, prompts: Sequence[Prompt], others: Sequence[Prompt]
+    server: ServerProcess,
+    config: Config,
+    prompts: Sequence[Prompt],
+    others: Sequence[Prompt],
+    inflight: int,
 ) -> Iterator[Generate]:
     """Gives what generates the groups of ``prompts``, from the first request to the last response.
 
-    Those of ``others`` come before: what fetches and scores is started and warm then.
+    Those of ``others`` come before: what fetches and scores is started and warm then. With
+    ``inflight`` requests at a time.
     """
+    limited = config.inference.model_copy(update={"max_inflight": inflight})
+    config = config.model_copy(update={"inference": limited})
     complete: dict[int, float] = {}  # time.monotonic() of the last response, by prompt
 
     def record(event: str, **fields: Any) -> None:
@@ -157,12 +164,7 @@ def measure(job: BoundJob) -> list[BatchCost]:
         pin_process(0, cpus)  # its children inherit it, and the server has a core of its own
         with _serve(_weights(folder, v), folder / "bound-server.log") as server:
             pin_process(0, cpus[:1])
-
-            def opened(inflight: int) -> Any:
-                limited = config.inference.model_copy(update={"max_inflight": inflight})
-                asked = config.model_copy(update={"inference": limited})
-                return generation(server, asked, prompts, others)  # noqa: B023
-
+            opened = partial(generation, server, config, prompts, others)
             generated[v] = {n: _best(opened(n)) for n in job.concurrencies}
             if v == job.batches[len(job.batches) // 2]:
                 fastest = _fastest(generated[v])
@@ -171,7 +173,7 @@ def measure(job: BoundJob) -> list[BatchCost]:
     return [_cost(trained[v], generated[v], slowdown) for v in job.batches]
 
 
-def _best(opened: Any) -> Generated:
+def _best(opened: AbstractContextManager[Generate]) -> Generated:
     """The fastest of some."""
     with opened as generate:
         found = [generate()]
@@ -185,7 +187,10 @@ def _fastest(generated: Mapping[int, Generated]) -> int:
 
 
 def _beside(
-    job: BoundJob, opened: Any, alone: Generated, trained: Mapping[int, BatchTraining]
+    job: BoundJob,
+    opened: AbstractContextManager[Generate],
+    alone: Generated,
+    trained: Mapping[int, BatchTraining],
 ) -> Slowdown:
     """Generates again and again while another process trains the batches on this core.
 

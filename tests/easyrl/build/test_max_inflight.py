@@ -115,7 +115,7 @@ def test_a_batch_is_learnt_from_if_all_of_it_was_asked_for_once(
     learnt, limits, rollouts = [], inference.pool.limits, inference.rollouts()
     wait_until(lambda: all(each.served is not None for each in inference.pool.endpoints), 20)
     endpoint = inference.pool.endpoints[0]
-    limits._adaptive[endpoint].end_batch = lambda train_s: learnt.append(
+    limits._adaptive[endpoint].end_batch = lambda train_s, now_s: learnt.append(
         limits._adaptive[endpoint].num_responses
     )
     prompt = Prompt(0, np.array([1], np.int32), "", None)
