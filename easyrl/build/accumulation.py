@@ -63,7 +63,10 @@ def build_accumulator(
         record=record,
         max_tokens=config.trainer.max_tokens_per_micro_batch,
         rows_per_drain=rows_per_drain(config),
-        rows_at_once=max(rows_at_once(config), rows_by_thread(config, cores)),
+        rows_at_once=max(
+            rows_at_once(config),
+            1 if engine.lockstep else rows_by_thread(config, cores),  # as many on all ranks
+        ),
         synchronous=synchronous,
         agreement_limit=agreement_limit,
         on_trained=on_trained,

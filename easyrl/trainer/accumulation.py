@@ -233,7 +233,7 @@ class Accumulator:
         ahead: LookAhead | None,
         timer: DeviceTimer,
     ) -> Iterator[list[MicroBatch]]:
-        """Packed rows as groups arrive, ``rows_at_once`` of them where so many are ready; ends
+        """Packed rows as groups arrive, up to ``rows_at_once`` where so many are ready; ends
         early, noting it in ``totals``, when interrupted."""
         compared: set[str] = set()  # endpoints
         try:
@@ -245,24 +245,32 @@ class Accumulator:
             for trained in self._trained(drains, partial(self._said, outputs, timer)):
                 totals.samples.add(trained)
                 to_run = self._to_run(trained, compared, totals)
-                rows = self.functions.pack(to_run, min_rows=self._rows_by_thread())
+                rows = self.functions.pack(to_run, min_rows=self._least_rows())
                 with self._training(timer):
                     rows = self.engine.prepare([outputs.complete(row) for row in rows])
-                for start in range(0, len(rows), self.rows_at_once):
+                while rows:
                     self.stop.raise_if_requested()
-                    yield rows[start : start + self.rows_at_once]
+                    num_rows = self._rows_now()
+                    now, rows = rows[:num_rows], rows[num_rows:]
+                    yield now
                     self.judge(agreement(totals.metrics.compared))
         except Exception as error:
             if not self.is_interruption(error):
                 raise
             totals.interruption = error
 
-    def _rows_by_thread(self) -> int:
-        """As many as this process may train beside one another at the moment."""
+    def _rows_now(self) -> int:
+        """Of the next call of the engine. Where cores are shared, as many as this process may train
+        beside one another at the moment."""
         if self.rows_at_once == 1 or not self.cores:
-            return 1
+            return self.rows_at_once
         self.cores.take()
         return min(torch.get_num_threads(), self.rows_at_once)
+
+    def _least_rows(self) -> int:
+        """One more than threads at the moment: a server that ends while a row is trained leaves a
+        core, and a row that has begun keeps to its thread."""
+        return min(self._rows_now() + 1, self.rows_at_once) if self.cores else 1
 
     def _trained(
         self,

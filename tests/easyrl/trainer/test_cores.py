@@ -112,11 +112,13 @@ def cores(tmp_path: Path) -> Iterator[SharedCores]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("most", "rows_at_once", "wanted"), [(3, 2, 2), (2, 3, 2), (3, 1, 1)])
-def test_rows_are_asked_for_as_threads_are_lent(
+@pytest.mark.parametrize(
+    ("most", "rows_at_once", "wanted"), [(3, 2, 2), (2, 3, 3), (1, 3, 2), (3, 3, 3), (3, 1, 1)]
+)
+def test_one_row_more_is_asked_for_than_threads_are_lent(
     cores: SharedCores, most: int, rows_at_once: int, wanted: int
 ) -> None:
-    """No more than there is memory for, than cores, and one where rows run one by one."""
+    """No more than there is memory for, and one where rows run one by one."""
     asked: list[int] = []
     plain = group_functions(None, run_settings(), max_tokens_per_micro_batch=100)
 
@@ -135,6 +137,40 @@ def test_rows_are_asked_for_as_threads_are_lent(
     assert asked == [wanted, wanted]
 
 
+class LendingEngine(Engine):
+    """While it trains for the first time a server ends, and leaves its core."""
+
+    def __init__(self, cores: SharedCores) -> None:
+        super().__init__()
+        self.num_rows: list[int] = []
+        self._cores = cores
+
+    def forward_backward(self, rows: list[MicroBatch]) -> list[MetricSums]:
+        self.num_rows.append(len(rows))
+        self._cores._most = 2
+        return super().forward_backward(rows)
+
+
+def test_as_many_rows_are_trained_at_a_time_as_threads_are_lent_then(cores: SharedCores) -> None:
+    cores._most = 1
+    engine = LendingEngine(cores)
+    plain = group_functions(None, run_settings(), max_tokens_per_micro_batch=100)
+
+    def pack(groups: Sequence[TrainedGroup], /, *, min_rows: int = 1) -> list[MicroBatch]:
+        return [row for group in groups for row in plain.pack([group])]
+
+    accumulator = replace(
+        new_accumulator([], engine, 100),
+        cores=cores,
+        rows_at_once=3,
+        functions=replace(plain, pack=pack),
+    )
+    groups = [group(index, OTHER) for index in range(5)]
+    totals = accumulator.accumulate(cast(Any, Drains(groups[:4], groups[4:])))
+    assert engine.num_rows == [1, 2, 1, 1]
+    assert totals.num_micro_batches == 5 and sorted(engine.prompts) == [*range(5)]
+
+
 def test_one_row_where_cores_are_not_shared() -> None:
     accumulator = replace(new_accumulator([], Engine(), 100), cores=SharedCores(), rows_at_once=4)
-    assert accumulator._rows_by_thread() == 1
+    assert (accumulator._least_rows(), accumulator._rows_now()) == (1, 4)  # a pipeline's
