@@ -144,10 +144,12 @@ MAY_IMPORT = {
     "trainer.row_split": "schema",
     "trainer.model_outputs": "schema engines.base episodes.branches trainer.row_split",
     "trainer.look_ahead": "schema metrics.event_log trainer.model_outputs",
+    "trainer.group_preparation": "schema metrics.group_counts runtime.phase_clock",
     "trainer.accumulation": "schema metrics.event_log metrics.batch_metrics"
     " metrics.logprob_agreement engines.base"
     " runtime.collectives runtime.device_time runtime.phase_clock runtime.shared_cores"
-    " runtime.stopping samples.choice trainer.look_ahead trainer.model_outputs",
+    " runtime.stopping samples.choice trainer.group_preparation trainer.look_ahead"
+    " trainer.model_outputs",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
     " ledger.account ledger.exclusions runtime.device_time runtime.phase_clock"
     " trainer.accumulation trainer.parts",
