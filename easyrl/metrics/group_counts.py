@@ -12,7 +12,7 @@ from easyrl.schema import Completion, GroupOutcome, Prompt, RolloutGroup
 
 
 class GroupCounts(NamedTuple):
-    """A group's share of ``BatchTotals``; a function of the group alone."""
+    """A group's share of ``BatchTotals``; no other group changes it."""
 
     outcome: GroupOutcome
     metrics: MetricSums

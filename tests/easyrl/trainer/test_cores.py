@@ -11,14 +11,11 @@ import pytest
 import torch
 
 from easyrl.engines.base import MetricSums
-from easyrl.metrics.event_log import ignore
-from easyrl.runtime.collectives import Collectives
-from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import MicroBatch, RolloutGroup, TrainedGroup
 from easyrl.trainer.accumulation import Accumulator
-from tests.easyrl.trainer.test_without_signal import OTHER, Drains, Engine, group
+from tests.easyrl.trainer.test_without_signal import OTHER, Drains, Engine, group, plain_accumulator
 from tests.recipes import group_functions, run_settings
 
 
@@ -68,17 +65,8 @@ class FailingEngine(RecordedEngine):
 def new_accumulator(events: list[str], engine: Engine, max_tokens: int) -> Accumulator:
     stop = StopRequest(60.0)
     stop.close()
-    return Accumulator(
-        engine=cast(Any, engine),
-        collectives=Collectives(Ranks.data_parallel(0, 1)),
-        functions=group_functions(None, run_settings(), max_tokens_per_micro_batch=max_tokens),
-        stop=stop,
-        is_interruption=lambda error: False,
-        record=ignore,
-        max_tokens=max_tokens,
-        synchronous=False,
-        cores=RecordedCores(events),
-    )
+    functions = group_functions(None, run_settings(), max_tokens_per_micro_batch=max_tokens)
+    return plain_accumulator(engine, functions, stop, max_tokens, cores=RecordedCores(events))
 
 
 @pytest.mark.parametrize("max_tokens", [12, 100])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, cast
 
@@ -11,20 +11,16 @@ import numpy as np
 import pytest
 
 from easyrl.metrics.batch_metrics import BatchTotals
-from easyrl.metrics.event_log import ignore
 from easyrl.recipes import Recipe
-from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.phase_clock import PhaseClock
-from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import RolloutGroup, Score
-from easyrl.trainer.accumulation import Accumulator
 from easyrl.trainer.group_preparation import GroupPreparation
 from tests.dataloaders.rollout_parts import MemoryStore, ScriptedGenerate, generator, produce
 from tests.dataloaders.rollout_parts import prompt as made_up_prompt
 from tests.easyrl.trainer.test_batch_scope import Whole
-from tests.easyrl.trainer.test_without_signal import Drains, Engine
+from tests.easyrl.trainer.test_without_signal import Drains, Engine, plain_accumulator
 from tests.recipes import group_functions, run_settings, token_grpo
 from tests.tiny_models import random_group
 
@@ -50,13 +46,6 @@ class Arriving(Drains):
         return super().drain_ready(max_tokens, idle)
 
 
-@pytest.fixture(scope="module")
-def stop() -> Iterator[StopRequest]:
-    request = StopRequest(60.0)
-    yield request
-    request.close()
-
-
 def run(
     stop: StopRequest, source: Drains, recipe: Recipe | None = None
 ) -> tuple[BatchTotals, list[list[int]]]:
@@ -68,16 +57,7 @@ def run(
         calls.append([each.prompt.index for each in groups])
         return functions.trained(groups, rewards, said)
 
-    accumulator = Accumulator(
-        engine=cast(Any, Engine()),
-        collectives=Collectives(Ranks.data_parallel(0, 1)),
-        functions=replace(functions, trained=trained),
-        stop=stop,
-        is_interruption=lambda error: False,
-        record=ignore,
-        max_tokens=100,
-        synchronous=False,
-    )
+    accumulator = plain_accumulator(Engine(), replace(functions, trained=trained), stop)
     return accumulator.accumulate(cast(Any, source)), calls
 
 

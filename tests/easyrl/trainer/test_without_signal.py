@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Key, MicroBatch, RolloutGroup, Score
-from easyrl.trainer.accumulation import Accumulator
+from easyrl.trainer.accumulation import Accumulator, GroupFunctions
 from tests.recipes import group_functions, run_settings, token_grpo
 from tests.tiny_models import random_group
 
@@ -78,11 +77,25 @@ class Engine:
         return [MetricSums({"num_loss_tokens": tokens, "loss_sum": 0.0})]
 
 
-@pytest.fixture(scope="module")
-def stop() -> Iterator[StopRequest]:
-    request = StopRequest(60.0)
-    yield request
-    request.close()
+def plain_accumulator(
+    engine: Any,
+    functions: GroupFunctions,
+    stop: StopRequest,
+    max_tokens: int = 100,
+    **settings: Any,
+) -> Accumulator:
+    """Of one rank, which no interruption ends."""
+    return Accumulator(
+        engine=engine,
+        collectives=Collectives(Ranks.data_parallel(0, 1)),
+        functions=functions,
+        stop=stop,
+        is_interruption=lambda error: False,
+        record=ignore,
+        max_tokens=max_tokens,
+        synchronous=False,
+        **settings,
+    )
 
 
 def run(
@@ -90,17 +103,8 @@ def run(
 ) -> tuple[list[int], BatchTotals]:
     """The prompts that went through the model, and the update's sums."""
     engine = Engine()
-    accumulator = Accumulator(
-        engine=cast(Any, engine),
-        collectives=Collectives(Ranks.data_parallel(0, 1)),
-        functions=group_functions(recipe, run_settings(), max_tokens_per_micro_batch=100),
-        stop=stop,
-        is_interruption=lambda error: False,
-        record=ignore,
-        max_tokens=100,
-        synchronous=False,
-        skip_without_signal=skip,
-    )
+    functions = group_functions(recipe, run_settings(), max_tokens_per_micro_batch=100)
+    accumulator = plain_accumulator(engine, functions, stop, skip_without_signal=skip)
     totals = accumulator.accumulate(cast(Any, Drains(*drains)))
     return sorted(engine.prompts), totals
 
