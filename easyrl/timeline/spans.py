@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -53,6 +54,7 @@ class BatchSpans(msgspec.Struct, frozen=True, omit_defaults=True):
     left_out: int = 0  # further spans, beyond the recorder's bound; none that is essential
 
 
+@lru_cache(256)  # a run has few lanes and names, and asks of each span
 def is_essential(lane: str, name: str) -> bool:
     """Whether a span is never left out: the trainer's phases and models, and endpoints' updates.
 

@@ -665,11 +665,13 @@ def test_tensorboard_files_hold_the_figures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tracker = TensorBoardTracker(tmp_path, 0)
-    tracker.log(1, {"reward/mean": 0.25})
+    tracker.log(1, {"reward/mean": 0.25, "loss": 2.0})
+    tracker.log(2, {"reward/mean": 0.5})
     tracker.note("certificate", "ab12")
     tracker.close()
     events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25)]
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.0)]
     (told,) = events.Tensors("certificate/text_summary")
     assert list(told.tensor_proto.string_val) == [b"ab12"]
 
