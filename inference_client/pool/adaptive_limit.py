@@ -22,6 +22,7 @@ FEWEST = 16  # requests in flight: fewer, and a round trip shows
 MIN_GAIN = 0.04  # of the expected time; for less the endpoint is given all that it takes
 NUM_WITH_ALL = 2  # batches before fewer are tried, the first of which is slower than others
 NUM_TRIED = 5  # batches until a choice, where fewer are tried
+DISTURBED = 1.5  # times as long for a token as with more in flight
 CHANGE = 2.0  # of lengths or of the trainer's speed, in ...
 NUM_CHANGED = 2  # batches in a row, after which all is tried again
 
@@ -80,9 +81,10 @@ class AdaptiveLimit:
 
     Consumes: each response with its times, and the end of each batch. Waits for: nothing. Produces:
     a limit for each batch: all that the endpoint takes; then, if fewer could gain ``MIN_GAIN``,
-    those and all in turn, and the one with the shortest expected time; fewer only if they have
-    really taken less in turn, too. What is sampled does not depend on it. Belongs to the pool's
-    loop.
+    those, the middle between those and all, and what lies beside the fastest so far; in the end the
+    one that has taken least of those that could gain. The model alone is not believed: it does not
+    know how much decoding and training are in each other's way. What is sampled does not depend on
+    it. Belongs to the pool's loop.
     """
 
     def __init__(self, most: int) -> None:
@@ -92,7 +94,7 @@ class AdaptiveLimit:
         self._responses: dict[Hashable, dict[Hashable, list[TimedResponse]]] = {}
         self._num_batches = 0  # since trying began
         self._tried: dict[int, _Tried] = {}  # the faster batch of each limit
-        self._few: int | None = None  # that are tried; None: fewer gain nothing
+        self._few: int | None = None  # that are tried first; None: fewer gain nothing
         self._chosen_for: _Work | None = None  # None: still trying
         self._num_changed = 0  # batches in a row
 
@@ -152,7 +154,7 @@ class AdaptiveLimit:
         if self._num_batches == NUM_WITH_ALL:
             self._few = self._promising(limits, lengths)
         if self._few is not None and self._num_batches < NUM_TRIED:
-            self.max_inflight = self._few if self.max_inflight == self.most else self.most
+            self.max_inflight = self._next_to_try(self._few, limits, lengths)
             return None
         self._chosen_for = work
         return self._choose(limits, lengths)
@@ -192,16 +194,47 @@ class AdaptiveLimit:
         best = fastest(self._expected_s(speed, candidates, lengths), self.most, MIN_GAIN)
         return None if best == self.most else best
 
+    def _next_to_try(self, few: int, limits: list[int], lengths: list[Lengths]) -> int:
+        """``few``, the middle between those and all, what was disturbed, a neighbour of the best;
+        else ``few`` and all in turn."""
+        if few not in self._tried:
+            return few
+        between = [limit for limit in limits if few < limit < self.most]
+        if between and self._tried.keys().isdisjoint(between):
+            return between[(len(between) - 1) // 2]
+        if (disturbed := self._disturbed()) is not None:
+            return disturbed
+        best = min(self._tried, key=lambda limit: self._tried[limit].took_s)
+        fewer = [limit for limit in limits if limit < best]
+        more = [limit for limit in limits if limit > best]
+        beside = {*fewer[-1:], *more[:1]} - self._tried.keys()
+        if not beside:
+            return few if self.max_inflight == self.most else self.most
+        expected_s = self._expected_s(self._speed(), limits, lengths)
+        return min(beside, key=expected_s.__getitem__)
+
+    def _disturbed(self) -> int | None:
+        """A limit whose tokens took longer than those of a larger one, which are no faster where
+        nothing else is at work."""
+        for limit, tried in self._tried.items():
+            slower = (e for n, e in self._tried.items() if n > limit)
+            if any(tried.s_per_token > DISTURBED * each.s_per_token for each in slower):
+                return limit
+        return None
+
     def _choose(self, limits: list[int], lengths: list[Lengths]) -> Choice:
-        speed = fit_decode_speed([tried.terms for tried in self._tried.values()])
-        expected_s = self._expected_s(speed, limits, lengths)
+        speed = self._speed()
+        expected_s = self._expected_s(speed, [*{*limits, *self._tried}], lengths)
         num_tokens = sum(map(sum, lengths))
         took_s = {limit: tried.took_s * num_tokens for limit, tried in self._tried.items()}
-        self.max_inflight = fastest(expected_s, self.most, MIN_GAIN)
-        if min(took_s, key=took_s.__getitem__) == self.most:  # what is expected leaves much out
-            self.max_inflight = self.most
+        enough_s = (1 - MIN_GAIN) * expected_s[self.most]
+        gaining = [limit for limit in took_s if expected_s[limit] <= enough_s]
+        self.max_inflight = min([*gaining, self.most], key=took_s.__getitem__)
         train_s = self._train_s(limits)[self.max_inflight]
         return Choice(self.max_inflight, expected_s, lengths, speed, train_s, took_s)
+
+    def _speed(self) -> DecodeSpeed:
+        return fit_decode_speed([tried.terms for tried in self._tried.values()])
 
     def _expected_s(
         self, speed: DecodeSpeed, limits: list[int], lengths: list[Lengths]
