@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -229,7 +230,8 @@ class AdaptiveLimit:
         took_s = {limit: tried.took_s * num_tokens for limit, tried in self._tried.items()}
         enough_s = (1 - MIN_GAIN) * expected_s[self.most]
         gaining = [limit for limit in took_s if expected_s[limit] <= enough_s]
-        self.max_inflight = min([*gaining, self.most], key=took_s.__getitem__)
+        # all that it takes may not have been tried: a benchmark sets the limits itself
+        self.max_inflight = min([*gaining, self.most], key=lambda n: took_s.get(n, math.inf))
         train_s = self._train_s(limits)[self.max_inflight]
         return Choice(self.max_inflight, expected_s, lengths, speed, train_s, took_s)
 

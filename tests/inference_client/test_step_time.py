@@ -332,6 +332,16 @@ def test_of_fewer_the_one_that_took_least_is_chosen_not_the_one_the_model_likes_
     assert tried == [256, 256, 32, 64, 256]
 
 
+def test_all_need_not_have_been_tried():
+    """A benchmark gives the limit itself."""
+    limit, choices = AdaptiveLimit(256), []
+    for number in range(5):
+        limit.max_inflight = 64
+        choices += train_on(limit, "training is nothing", range(number, number + 1))
+    (choice,) = filter(None, choices)
+    assert choice.max_inflight in (64, 256) and set(choice.took_s) == {64}
+
+
 def test_a_choice_says_why():
     limit = AdaptiveLimit(256)
     said = str(next(filter(None, train_on(limit, "short", range(5)))))
