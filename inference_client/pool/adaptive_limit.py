@@ -225,7 +225,8 @@ class AdaptiveLimit:
 
     def _choose(self, limits: list[int], lengths: list[Lengths]) -> Choice:
         speed = self._speed()
-        expected_s = self._expected_s(speed, [*{*limits, *self._tried}], lengths)
+        limits = sorted({*limits, *self._tried})  # the last batch may have had fewer samples
+        expected_s = self._expected_s(speed, limits, lengths)
         num_tokens = sum(map(sum, lengths))
         took_s = {limit: tried.took_s * num_tokens for limit, tried in self._tried.items()}
         enough_s = (1 - MIN_GAIN) * expected_s[self.most]

@@ -332,6 +332,19 @@ def test_of_fewer_the_one_that_took_least_is_chosen_not_the_one_the_model_likes_
     assert tried == [256, 256, 32, 64, 256]
 
 
+def test_what_was_tried_may_be_more_than_the_last_batch_has_samples():
+    limit, step_s = AdaptiveLimit(256), step_of(DecodeSpeed(2.7e-3, 3.5e-5))
+    for number in range(5):
+        groups = even(32 if number < 4 else 5, 8, number)
+        train_s = 0.05 if limit.max_inflight > 100 else 0.016
+        batch = simulate(step_s, groups, limit.max_inflight, train_s)
+        for key, group in enumerate(batch.responses):
+            for response in group:
+                limit.saw(key, response)
+        choice = limit.end_batch(train_s, batch.trained_s)
+    assert choice.max_inflight == limit.max_inflight == 64
+
+
 def test_all_need_not_have_been_tried():
     """A benchmark gives the limit itself."""
     limit, choices = AdaptiveLimit(256), []
