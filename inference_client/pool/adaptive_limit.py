@@ -215,11 +215,11 @@ class AdaptiveLimit:
         return min(beside, key=expected_s.__getitem__)
 
     def _disturbed(self) -> int | None:
-        """A limit whose tokens took longer than those of a larger one, which are no faster where
-        nothing else is at work."""
+        """A limit whose tokens took longer than those of a larger one: a step of more sequences is
+        no faster, so that something else was at work."""
         for limit, tried in self._tried.items():
-            slower = (e for n, e in self._tried.items() if n > limit)
-            if any(tried.s_per_token > DISTURBED * each.s_per_token for each in slower):
+            with_more = (other for n, other in self._tried.items() if n > limit)
+            if any(tried.s_per_token > DISTURBED * other.s_per_token for other in with_more):
                 return limit
         return None
 
