@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from easyrl.dataloaders.producer.draws import Draws
 from easyrl.dataloaders.producer.group_stream import GroupStream, StoredGroup
+from easyrl.dataloaders.producer.group_writer import GroupWriter
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.open_batch import OpenBatch
 from easyrl.metrics.event_log import Record, ignore
@@ -67,6 +68,7 @@ class _Run(NamedTuple):
     prompt_at: Callable[[int], Prompt]
     version: str | None
     store: GroupStore | None
+    writer: GroupWriter | None  # to the store
     accept: Accept
     batch: OpenBatch
 
@@ -140,7 +142,8 @@ class RolloutGenerator:
         for position, stored in recovered:
             self._add_stored(batch, position, prompt_at(position), stored)
         batch.release()  # what is recovered is ready from the start
-        run = _Run(draws, prompt_at, version, store, accept, batch)
+        writer = None if store is None else GroupWriter(store, self._disk)
+        run = _Run(draws, prompt_at, version, store, writer, accept, batch)
         draws.on_handed_over = partial(self._receive, run)
         batch.producing = self.thread.submit(self._produce(run))
         return batch
@@ -179,9 +182,8 @@ class RolloutGenerator:
             group = await self._group(position, prompt, run)
             if group.excluded is None and (reason := run.accept(group)) is not None:
                 group = replace(group, rejected=reason or "no reason given")
-            if run.store is not None:
-                async with self._disk:  # the loop goes on meanwhile
-                    group, stored = await asyncio.to_thread(run.store.add, group)
+            if run.writer is not None:
+                group, stored = await run.writer.add(group)  # the loop goes on meanwhile
             self.record("group_ready", epoch=prompt.epoch, index=prompt.index)
             trains = await self._hand_over(position, group, stored, run)
             hands_out = trains is not None or run.batch.add(position, group, stored)
