@@ -48,7 +48,8 @@ ORDERS_BYTES = 2**16  # read at once
 MEMORY_SHARE = 0.25
 NO_MEMORY = "its answer did not fit into the memory of the process that reads it"
 READ_BUFFER_BYTES = 2**20  # a response fits: reading is not stopped and started again
-# Replies travel together: one waits for others, a part of the time that it took and at most
+# Replies travel together: one waits while others are to come, a part of the time that it took and
+# at most
 MAX_DELIVERY_DELAY_S = 0.1
 
 
@@ -172,8 +173,9 @@ class _Fetcher:
         self, orders: Sequence[Send], result: Completion | Exception, start_s: float
     ) -> None:
         self._outbox += _replies(orders, result)
-        now_s = self._loop.time()
-        due_s = now_s + min(self._delivery_delay * (now_s - start_s), MAX_DELIVERY_DELAY_S)
+        due_s = now_s = self._loop.time()
+        if self._single.in_flight or self._streamed.in_flight:
+            due_s += min(self._delivery_delay * (now_s - start_s), MAX_DELIVERY_DELAY_S)
         if self._delivery is None or due_s < self._delivery.when():
             if self._delivery is not None:
                 self._delivery.cancel()

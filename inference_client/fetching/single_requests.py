@@ -33,6 +33,11 @@ class SingleRequests:
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by number of the order
 
+    @property
+    def in_flight(self) -> bool:
+        """There are some."""
+        return bool(self._tasks)
+
     def add(self, order: Send) -> None:
         self._tasks[order.number] = self._loop.create_task(self._respond(order))
 

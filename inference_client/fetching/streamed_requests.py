@@ -49,6 +49,11 @@ class StreamedRequests:
         self._joining: dict[int, Send] = {}  # by number of the order
         self._requests: dict[int, _JointRequest] = {}
 
+    @property
+    def in_flight(self) -> bool:
+        """Samples that are asked for, or about to be."""
+        return bool(self._joining or self._requests)
+
     def add(self, order: Send) -> None:
         if not self._joining:
             self._loop.call_soon(self._send)

@@ -304,15 +304,26 @@ async def test_a_fetcher_that_ends_before_it_serves_is_nobodys_fault(endpoint, m
     await fetchers.close()
 
 
-@pytest.mark.parametrize("is_awaited", [True, False])
-async def test_a_reply_that_is_awaited_does_not_wait_for_others(is_awaited):
-    async def slow(endpoint: FakeEndpoint, _: web.Request, body: dict) -> web.StreamResponse:
+@pytest.mark.parametrize(
+    "is_awaited, others, waits",
+    [(True, True, False), (False, True, True), (False, False, False)],
+    ids=["awaited", "others to come", "the last"],
+)
+async def test_a_reply_waits_for_others_that_are_to_come_unless_it_is_awaited(
+    is_awaited, others, waits
+):
+    async def slow(endpoint: FakeEndpoint, request: web.Request, body: dict) -> web.StreamResponse:
+        if body["sampling_params"]["seed"] == 99:
+            return await hang(endpoint, request, body)
         await asyncio.sleep(1.0)
         return web.Response(body=endpoint.response(body), content_type="application/json")
 
     async with FakeEndpoint(version=V1, always=slow) as endpoint:
         fetchers = FetcherPool(1, is_awaited=is_awaited)
         await fetchers.start()
+        other = None
+        if others:
+            other = asyncio.ensure_future(fetchers(endpoint.url, PROMPT, SAMPLING, 99))
         try:
             took_s = []
             for seed in range(4):
@@ -320,8 +331,10 @@ async def test_a_reply_that_is_awaited_does_not_wait_for_others(is_awaited):
                 await fetchers(endpoint.url, PROMPT, SAMPLING, seed)
                 took_s.append(time.monotonic() - start_s)
         finally:
+            if other is not None:
+                other.cancel()
             await fetchers.close()
-    assert (min(took_s) - 1.0 < 0.015) is is_awaited, took_s
+    assert (min(took_s) - 1.0 >= 0.015) is waits, took_s
 
 
 async def test_answers_beyond_the_fetchers_memory_are_their_endpoints_fault():
