@@ -1,8 +1,8 @@
 """Writes finished groups to a store, on a thread: all that wait, in one go.
 
 Consumes: groups, from coroutines of the producer's loop. Waits for: the disk. Produces: each group
-as it is stored. Groups of like lengths finish within milliseconds of one another, and each change of
-threads waits for an interpreter that is busy with the next of them.
+as it is stored. Groups of like lengths finish within milliseconds of one another, and each change
+of threads waits for an interpreter that is busy with the next of them.
 """
 
 from __future__ import annotations
