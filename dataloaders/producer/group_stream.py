@@ -13,10 +13,12 @@ from easyrl.schema import Exclusion, FinishedSamples, GatewayGone, Key, RewardEr
 
 # Responses that went through the frozen models in one piece: prompts and numbers of their samples.
 Piece = list[tuple[Key, list[int]]]
-# The first row waits for more until it is half full, at most a third as long again as the first
-# group was waited for (docs/benchmarks.md, "Cores follow the work").
-FILLED_ROW = 1 / 2
-WAIT_FOR_MORE = 1 / 3
+# The first row waits for more: until there is enough for one and no other group follows at once, at
+# most half as long again as the first group was waited for (docs/benchmarks.md, "Cores follow the
+# work").
+ENOUGH = 1 / 16  # of the tokens that are packed together: half a row
+AT_ONCE_S = 0.015
+WAIT_FOR_MORE = 1 / 2
 
 
 class ProducerError(RuntimeError):
@@ -181,7 +183,7 @@ class GroupStream:
             tokens = 0
             while (key := self._next(not groups or self._in_prompt_order, idle)) is not None:
                 if self._num_handed_out == 0 and not self._in_prompt_order:
-                    self._wait_for_more(FILLED_ROW * max_tokens, idle)
+                    self._wait_for_more(ENOUGH * max_tokens, idle)
                 tokens += self._here[key].num_tokens
                 if groups and tokens > max_tokens:
                     break
@@ -271,13 +273,15 @@ class GroupStream:
         return next(iter(self._here))
 
     def _wait_for_more(self, num_tokens: float, idle: Idle | None) -> None:
-        """Until groups of ``num_tokens`` are here, all are, or it has been long enough."""
+        """Until groups of ``num_tokens`` are here and none follows at once, or all are here, or it
+        has been long enough."""
         self.first_group_wait_s = self.wait_s
         end_s = time.monotonic() + WAIT_FOR_MORE * self.wait_s
-        while self._has_more and sum(r.num_tokens for r in self._here.values()) < num_tokens:
-            if (left_s := end_s - time.monotonic()) <= 0:
-                break
-            if idle is None or not self._does_other_work(idle):
+        while self._has_more and (left_s := end_s - time.monotonic()) > 0:
+            if sum(ready.num_tokens for ready in self._here.values()) >= num_tokens:
+                if not self._receive(block=True, limit_s=min(left_s, AT_ONCE_S)):
+                    break
+            elif idle is None or not self._does_other_work(idle):
                 self._receive(block=True, limit_s=left_s)
 
     def _does_other_work(self, idle: Idle) -> bool:

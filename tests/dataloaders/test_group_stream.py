@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from easyrl.dataloaders.producer import group_stream
 from easyrl.dataloaders.producer.group_stream import ProducerError, packed_tokens
 from easyrl.runtime.loop_thread import LoopThread
 from tests.dataloaders.packed_rows import BUSY
@@ -280,7 +281,7 @@ def test_an_interrupt_from_a_signal_handler_wakes_the_main_thread():
             signal.signal(signal.SIGUSR1, before)
 
 
-WAITED_S = 60.0  # so that the first row waits 20 s for more
+WAITED_S = 60.0  # so that the first row waits 30 s for more
 GROUP_TOKENS = 4 + 5 * G
 
 
@@ -303,21 +304,31 @@ def test_the_first_row_waits_for_more_until_all_are_there():
         assert stream.wait_s > WAITED_S + 0.2
 
 
-def test_the_first_row_waits_for_no_more_than_half_of_it():
+def test_the_first_row_waits_for_no_more_than_enough_for_one():
     with with_one_ready(3) as (stream, release):
         threading.Timer(0.3, release, [1]).start()
-        assert indices(stream.drain_ready(4 * GROUP_TOKENS)) == [0, 1]
+        assert indices(stream.drain_ready(32 * GROUP_TOKENS)) == [0, 1]
         release(2)
-        assert indices(stream.drain_ready(4 * GROUP_TOKENS)) == [2]
+        assert indices(stream.drain_ready(32 * GROUP_TOKENS)) == [2]
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_a_row_that_is_half_full_waits_for_nothing(tokens):
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_where_there_is_enough_for_a_row_nothing_is_waited_for(tokens):
     with with_one_ready(2) as (stream, release):
         assert indices(stream.drain_ready(tokens * GROUP_TOKENS)) == [0]
         assert stream.wait_s < WAITED_S + 5
         release(1)
         assert indices(stream.drain_ready(10_000)) == [1]
+
+
+def test_groups_that_follow_at_once_are_waited_for_where_there_is_enough(monkeypatch):
+    monkeypatch.setattr(group_stream, "AT_ONCE_S", 5.0)  # a busy machine does not matter
+    with with_one_ready(4) as (stream, release):
+        threading.Timer(0.3, release, [1]).start()
+        threading.Timer(0.6, release, [2]).start()
+        threading.Timer(0.9, release, [3]).start()
+        assert indices(stream.drain_ready(16 * GROUP_TOKENS)) == [0, 1, 2, 3]
+        assert stream.wait_s < WAITED_S + 5
 
 
 def test_later_rows_do_not_wait_for_more():
@@ -330,11 +341,11 @@ def test_later_rows_do_not_wait_for_more():
         assert indices(stream.drain_ready(10_000)) == [2]
 
 
-def test_the_first_row_waits_a_third_as_long_again_as_for_the_first_group():
+def test_the_first_row_waits_half_as_long_again_as_for_the_first_group():
     with with_one_ready(2) as (stream, release):
         stream.wait_s = 0.9
         assert indices(stream.drain_ready(10_000)) == [0]
-        assert 1.15 <= stream.wait_s < 6
+        assert 1.3 <= stream.wait_s < 6
         release(1)
         assert indices(stream.drain_ready(10_000)) == [1]
 
