@@ -16,7 +16,7 @@ Piece = list[tuple[Key, list[int]]]
 # The first row waits for more: until there is enough for one and no other group follows at once, at
 # most half as long again as the first group was waited for (docs/benchmarks.md, "Cores follow the
 # work").
-ENOUGH = 1 / 16  # of the tokens that are packed together: half a row
+ENOUGH = 1 / 16  # of what is packed together, eight rows (``ROWS_PER_DRAIN``): half a row
 AT_ONCE_S = 0.015
 WAIT_FOR_MORE = 1 / 2
 

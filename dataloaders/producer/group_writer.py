@@ -8,19 +8,13 @@ of threads waits for an interpreter that is busy with the next of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from easyrl.dataloaders.producer.group_stream import StoredGroup
 from easyrl.schema import RolloutGroup
 
-
-class Store(Protocol):
-    """What is written to."""
-
-    def add(self, group: RolloutGroup) -> tuple[RolloutGroup, StoredGroup]:
-        """Stores a group; returns it as it is from now on, and how to read it back."""
+Stored = tuple[RolloutGroup, StoredGroup]  # as it is from now on, and how to read it back
 
 
 @dataclass(slots=True)
@@ -28,18 +22,18 @@ class _Waiting:
     """A group, and what came of writing it: None until then."""
 
     group: RolloutGroup
-    outcome: tuple[RolloutGroup, StoredGroup] | Exception | None = None
+    outcome: Stored | Exception | None = None
 
 
 class GroupWriter:
     """Of one batch, whose tasks are cancelled together or not at all."""
 
-    def __init__(self, store: Store, disk: asyncio.Lock) -> None:
+    def __init__(self, store: Callable[[RolloutGroup], Stored], disk: asyncio.Lock) -> None:
         """``disk``: is held while anything is written, so that one thread at a time is busy."""
         self._store, self._disk = store, disk
         self._waiting: list[_Waiting] = []
 
-    async def add(self, group: RolloutGroup) -> tuple[RolloutGroup, StoredGroup]:
+    async def add(self, group: RolloutGroup) -> Stored:
         """Returns when ``group`` is stored; raises what the store raises for it."""
         own = _Waiting(group)
         self._waiting.append(own)
@@ -55,6 +49,6 @@ class GroupWriter:
     def _write(self, taken: Sequence[_Waiting]) -> None:
         for each in taken:
             try:
-                each.outcome = self._store.add(each.group)
+                each.outcome = self._store(each.group)
             except Exception as error:
                 each.outcome = error

@@ -142,7 +142,7 @@ class RolloutGenerator:
         for position, stored in recovered:
             self._add_stored(batch, position, prompt_at(position), stored)
         batch.release()  # what is recovered is ready from the start
-        writer = None if store is None else GroupWriter(store, self._disk)
+        writer = None if store is None else GroupWriter(store.add, self._disk)
         run = _Run(draws, prompt_at, version, store, writer, accept, batch)
         draws.on_handed_over = partial(self._receive, run)
         batch.producing = self.thread.submit(self._produce(run))

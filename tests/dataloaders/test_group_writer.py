@@ -44,7 +44,7 @@ def calls(monkeypatch) -> list[int]:
 async def test_groups_that_wait_for_the_disk_are_written_in_one_go(calls):
     disk = Disk()
     disk.free.clear()
-    writer = GroupWriter(disk, asyncio.Lock())
+    writer = GroupWriter(disk.add, asyncio.Lock())
     first = asyncio.ensure_future(writer.add(group(0)))
     await asyncio.sleep(0)
     others = [asyncio.ensure_future(writer.add(group(index))) for index in range(1, 6)]
@@ -63,7 +63,7 @@ async def test_one_that_cannot_be_stored_fails_alone(calls):
     disk = Disk()
     disk.full_for = frozenset({1, 3})
     lock = asyncio.Lock()
-    writer = GroupWriter(disk, lock)
+    writer = GroupWriter(disk.add, lock)
     async with lock:
         adds = [asyncio.ensure_future(writer.add(group(index))) for index in range(5)]
         await asyncio.sleep(0)
@@ -84,7 +84,7 @@ async def test_one_that_cannot_be_stored_fails_alone(calls):
 async def test_writers_of_two_batches_take_turns_at_one_disk(calls):
     disk, lock = Disk(), asyncio.Lock()
     disk.free.clear()
-    old, new = GroupWriter(disk, lock), GroupWriter(disk, lock)
+    old, new = GroupWriter(disk.add, lock), GroupWriter(disk.add, lock)
     adds = [asyncio.ensure_future(writer.add(group(i))) for i, writer in enumerate((old, new))]
     await asyncio.sleep(0.01)
     assert calls == [1]
