@@ -40,6 +40,7 @@ from easyrl.inference_client.servers.embedded.sampling import (
     forbid_early_stop,
     inverse_cdf,
     penalize,
+    uniform_numbers,
 )
 from easyrl.inference_client.transfer.artifact import tensor_checksum
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import slice_digest, whole_slice
@@ -646,11 +647,17 @@ def test_inverse_cdf_at_the_edges() -> None:
     assert inverse_cdf(probs, uniform).tolist() == [1, 1, 2, 2]
 
 
+def drawn(stream: UniformStream, count: int) -> np.ndarray:
+    return uniform_numbers([stream], count)[0]
+
+
 def test_uniform_stream_is_one_stream_however_it_is_drawn() -> None:
-    whole = UniformStream(-5, 2).draw(100)
+    whole = drawn(UniformStream(-5, 2), 100)
     parts = UniformStream(-5, 2)
-    assert np.array_equal(np.concatenate([parts.draw(40), parts.draw(60)]), whole)
-    assert not np.array_equal(UniformStream(-5, 1).draw(100), whole)
-    many = UniformStream(0, 0).draw(100_000)
+    assert np.array_equal(np.concatenate([drawn(parts, 40), drawn(parts, 60)]), whole)
+    assert not np.array_equal(drawn(UniformStream(-5, 1), 100), whole)
+    several = uniform_numbers([UniformStream(-5, index) for index in (1, 2)], 100)
+    assert np.array_equal(several[1], whole) and not np.array_equal(several[0], whole)
+    many = drawn(UniformStream(0, 0), 100_000)
     assert many.min() >= 0 and many.max() < 1
     assert abs(many.mean() - 0.5) < 0.005  # 5 sigma

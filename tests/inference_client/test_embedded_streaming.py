@@ -112,15 +112,15 @@ async def test_who_sees_the_status_can_abort_any_sample(model_dir: Path) -> None
 async def test_what_was_sent_is_not_kept_until_the_stream_ends(model_dir: Path) -> None:
     async with serving(model_dir, max_num_seqs=1) as (http, _, engine):
         kept: list[weakref.ref] = []  # what becomes the samples of each request
-        submit = engine.submit
+        submit = engine.submit_together
 
-        def noting(request: GenerationRequest) -> Any:
-            kept.append(weakref.ref(request.future))
-            if len(kept) == 1:  # the second is held back when the first has been sent
-                request.future.add_done_callback(lambda _: engine.pause("keep"))
-            return submit(request)
+        def noting(requests: list[GenerationRequest]) -> Any:
+            kept.extend(weakref.ref(request.future) for request in requests)
+            # the second is held back when the first has been sent
+            requests[0].future.add_done_callback(lambda _: engine.pause("keep"))
+            return submit(requests)
 
-        engine.submit = noting  # type: ignore[method-assign]
+        engine.submit_together = noting  # type: ignore[method-assign]
         read = FrameSplitter()
         async with http.post(SAMPLES, json=samples_body(([1, 2, 3], [5, 6]))) as response:
             while not list(read.feed(await response.content.readany())):

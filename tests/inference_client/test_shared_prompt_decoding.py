@@ -38,7 +38,11 @@ from easyrl.inference_client.servers.embedded.prompts import (
     longest_in_slots,
 )
 from easyrl.inference_client.servers.embedded.requests import Sequence
-from easyrl.inference_client.servers.embedded.sampling import SamplingParams, UniformStream
+from easyrl.inference_client.servers.embedded.sampling import (
+    SamplingParams,
+    UniformStream,
+    uniform_numbers,
+)
 from easyrl.inference_client.servers.embedded.sharing_probe import takes_shared_prompts
 from tests.tiny_models import VOCAB_SIZE, Family, tiny_model
 
@@ -476,22 +480,45 @@ def test_the_store_keeps_what_is_used_and_the_last_that_was() -> None:
     assert start(0, states) is states
     torch.testing.assert_close(start(1, None), states)
     assert start(2, others) is others
-    store.end(last)
-    store.end(one)
+    store.end([last])
+    store.end([one])
     assert one.prompt_key in store and last.prompt_key in store
-    store.end(other)
+    store.end([other])
     assert one.prompt_key in store and last.prompt_key not in store
     torch.testing.assert_close(start(0, None), states)
     store.forget()
     assert one.prompt_key not in store
     newer = random(1, HEADS, 3, SIZE)
     assert start(1, newer) is newer
-    store.end(one)  # who still had the forgotten one
+    store.end([one])  # who still had the forgotten one
     torch.testing.assert_close(start(0, None), newer)
+
+
+def test_of_prompts_that_end_together_the_last_is_kept() -> None:
+    cache = SlotCache(1, 4, 8, torch.device("cpu"))
+    store = PromptStore(cache, can_share=False)
+    sequences = [new_sequence(new_prompt(4 + number)) for number in range(4)]
+    before, first, second, running = sequences
+    made = [random(1, HEADS, 3 + number, SIZE) for number in range(4)]
+    for row, (sequence, states) in enumerate(zip(sequences, made, strict=True)):
+        source = store.start([sequence], Prefilled([(states, states)], 0, 3 + row), longest=1000)
+        assert source is not None
+        sequence.row = row
+        cache.ensure(row + 1, 8)
+        cache.fill(torch.tensor([row]), torch.tensor([0]), source.layers, source.length)
+    store.end([before])
+    assert before.prompt_key in store
+    store.end([first, second])
+    known = [sequence.prompt_key in store for sequence in sequences]
+    assert known == [False, False, True, True]
+    again = store.start([new_sequence(second.prompt)], None, longest=1000)
+    assert again is not None
+    torch.testing.assert_close(again.layers[0][0], made[2])
 
 
 def test_uniform_numbers_are_philoxs_under_the_key() -> None:
     for seed, index in ((0, 0), (-5, 2), (2**63 - 1, 7)):
         key = np.array([seed % 2**64, index], dtype=np.uint64)
         bits = np.random.Philox(key=key).random_raw(50)
-        assert (UniformStream(seed, index).draw(50) * 2**24 == bits >> np.uint64(40)).all()
+        (numbers,) = uniform_numbers([UniformStream(seed, index)], 50)
+        assert (numbers * 2**24 == bits >> np.uint64(40)).all()

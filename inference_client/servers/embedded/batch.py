@@ -274,10 +274,10 @@ class RunningBatch:
         self._prefill.remove({sequence for sequence in finished if sequence.row < 0})
         finished = [sequence for sequence in finished if sequence.row >= 0]
         generated = self._rows.num_generated[: len(self.sequences)].tolist()
+        self._records.close(finished, [generated[sequence.row] for sequence in finished])
+        self._prompts.end(finished)
         for sequence in finished:
-            self._records.close(sequence, generated[sequence.row])
             self._feature_counts.subtract(sequence.features)
-            self._prompts.end(sequence)
         num_left = len(self.sequences) - len(finished)
         freed = {sequence.row for sequence in finished}
         targets = [row for row in freed if row < num_left]  # the last rows move into these

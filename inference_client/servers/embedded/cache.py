@@ -85,7 +85,8 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[slots, :, :length] = states[source, :, :length]
+            copied = states[:, :, :length].index_select(0, source)
+            buffer[:, :, :length].index_copy_(0, slots, copied)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.num_positions, 0
@@ -169,4 +170,5 @@ class SlotCache(Cache):
         """Slots ``destination`` get the first ``length`` positions of slots ``source``."""
         for layer in self._slot_layers:
             for buffer in layer.buffers:
-                buffer[destination, :, :length] = buffer[source, :, :length]
+                held = buffer[:, :, :length]
+                held.index_copy_(0, destination, held.index_select(0, source))

@@ -50,6 +50,7 @@ DTYPES: dict[str, torch.dtype | str] = {
     "auto": "auto",
 }
 T = TypeVar("T")
+Refusal = BadRequestError | UnavailableError
 
 
 class EmbeddedEngine:
@@ -131,18 +132,34 @@ class EmbeddedEngine:
         Raises ``BadRequestError`` if it can never be served and ``UnavailableError`` if the queue
         is full or the engine has stopped.
         """
-        self._check(request)
-        with self._lock:
-            self._check_alive()
-            if self.num_waiting + request.params.n > self._max_queue:
-                raise UnavailableError(
-                    f"{self.num_waiting} samples are waiting, the queue holds {self._max_queue} "
-                    "(--max-queue); try again later"
-                )
-            self.num_waiting += request.params.n
-            request.future.set_running_or_notify_cancel()  # ends by abort(), never by cancel()
-            self._inbox.put(lambda: self._enqueue(request))
+        if refused := self.submit_together([request]):
+            raise refused[0]
         return request.future
+
+    def submit_together(self, requests: list[GenerationRequest]) -> dict[int, Refusal]:
+        """Queues those of ``requests`` that it takes; gives why it does not take others, by index.
+
+        They begin to be decoded in one step, if there is room for all.
+        """
+        refused: dict[int, Refusal] = {}
+        taken: list[GenerationRequest] = []
+        problems: dict[tuple[int, int], BadRequestError | None] = {}  # by what samples share
+        for request in requests:
+            key = id(request.prompt), id(request.params)
+            if key not in problems:
+                problems[key] = self._problem(request)
+        with self._lock:
+            for index, request in enumerate(requests):
+                problem = problems[id(request.prompt), id(request.params)] or self._lack(request)
+                if problem is not None:
+                    refused[index] = problem
+                    continue
+                self.num_waiting += request.params.n
+                request.future.set_running_or_notify_cancel()  # ends by abort(), not by cancel()
+                taken.append(request)
+            if taken:
+                self._inbox.put(lambda: self._enqueue(taken))
+        return refused
 
     def abort(self, request: GenerationRequest) -> None:
         """Ends a request with what it has; nothing happens if it is finished."""
@@ -243,27 +260,42 @@ class EmbeddedEngine:
         if self._closing:
             raise UnavailableError("the engine is shutting down")
 
-    def _check(self, request: GenerationRequest) -> None:
+    def _lack(self, request: GenerationRequest) -> UnavailableError | None:
+        """Why it cannot be queued now."""
+        try:
+            self._check_alive()
+        except UnavailableError as error:
+            return error
+        if self.num_waiting + request.params.n <= self._max_queue:
+            return None
+        return UnavailableError(
+            f"{self.num_waiting} samples are waiting, the queue holds {self._max_queue} "
+            "(--max-queue); try again later"
+        )
+
+    def _problem(self, request: GenerationRequest) -> BadRequestError | None:
+        """Why it can never be served."""
         prompt, params = request.prompt, request.params
         if len(prompt) == 0:
-            raise BadRequestError("prompt", "must not be empty")
+            return BadRequestError("prompt", "must not be empty")
         if len(prompt) + params.max_tokens > self.max_model_len:
-            raise BadRequestError(
+            return BadRequestError(
                 "max_tokens",
                 f"{len(prompt)} prompt tokens and max_tokens={params.max_tokens} exceed the "
                 f"maximum model length of {self.max_model_len} tokens; shorten one or raise "
                 "--max-model-len",
             )
         if prompt.min() < 0 or prompt.max() >= self.vocab_size:
-            raise BadRequestError(
+            return BadRequestError(
                 "prompt", f"token id out of vocabulary, ids are 0 to {self.vocab_size - 1}"
             )
         if params.n > self.max_num_seqs:
-            raise BadRequestError(
+            return BadRequestError(
                 "n", f"must be at most max_num_seqs ({self.max_num_seqs}), is {params.n}"
             )
         if params.stop and self.tokenizer is None:
-            raise BadRequestError("stop", "stop strings need a tokenizer, the model has none")
+            return BadRequestError("stop", "stop strings need a tokenizer, the model has none")
+        return None
 
     # --- called in the engine thread ---
 
@@ -319,7 +351,11 @@ class EmbeddedEngine:
             self._finish(sequence)
         self._report_drained()
 
-    def _enqueue(self, request: GenerationRequest) -> None:
+    def _enqueue(self, requests: list[GenerationRequest]) -> None:
+        for request in requests:
+            self._open(request)
+
+    def _open(self, request: GenerationRequest) -> None:
         params, eos = request.params, self._eos_token_ids
         seed = params.seed if request.seed is None else request.seed
         if seed is None:

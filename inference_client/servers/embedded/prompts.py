@@ -104,17 +104,30 @@ class PromptStore:
         prompt.in_slots.update(group)
         return source
 
-    def end(self, sequence: Sequence) -> None:
-        """It runs no longer; its slot is still as it was."""
-        prompt = self._held_by.pop(sequence, None)
-        if prompt is None:  # of one token
-            return
-        is_last = len(prompt.in_slots) + len(prompt.apart) == 1
-        if is_last and self._known.get(sequence.prompt_key) is prompt:
-            prompt.layers = self._states(prompt).of_its_own()
-            if self._unused is not None:
-                del self._known[self._unused]
-            self._unused = sequence.prompt_key
+    def end(self, sequences: Iterable[Sequence]) -> None:
+        """They run no longer; their slots are still as they were."""
+        last: tuple[Sequence, HeldPrompt] | None = None
+        for sequence in sequences:
+            prompt = self._held_by.pop(sequence, None)
+            if prompt is None:  # of one token
+                continue
+            is_last = len(prompt.in_slots) + len(prompt.apart) == 1
+            if is_last and self._known.get(sequence.prompt_key) is prompt:
+                if last is not None:  # one is kept: nothing is copied of those before
+                    del self._known[last[0].prompt_key]
+                last = sequence, prompt
+                continue
+            prompt.in_slots.discard(sequence)
+            prompt.apart.discard(sequence)
+        if last is not None:
+            self._keep(*last)
+
+    def _keep(self, sequence: Sequence, prompt: HeldPrompt) -> None:
+        """The prompt of its last sequence, instead of the one that was kept before."""
+        prompt.layers = self._states(prompt).of_its_own()
+        if self._unused is not None:
+            del self._known[self._unused]
+        self._unused = sequence.prompt_key
         prompt.in_slots.discard(sequence)
         prompt.apart.discard(sequence)
 

@@ -10,6 +10,7 @@ token's position and never of what else is in the batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Flag, auto
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -128,10 +129,15 @@ class UniformStream:
     def __init__(self, seed: int, sample_index: int) -> None:
         self._philox = np.random.Philox(_Key(seed, sample_index))  # type: ignore[arg-type]
 
-    def draw(self, count: int) -> np.ndarray:
-        """float32 [count], the next ``count`` numbers, multiples of 2^-24."""
-        bits = self._philox.random_raw(count) >> np.uint64(40)
-        return (bits * 2.0**-24).astype(np.float32)
+    def bits(self, count: int) -> np.ndarray:
+        """uint64 [count], what the next numbers are made of."""
+        return self._philox.random_raw(count)
+
+
+def uniform_numbers(streams: Sequence[UniformStream], count: int) -> np.ndarray:
+    """float32 [streams, count], the next ``count`` of each, multiples of 2^-24."""
+    bits = np.stack([stream.bits(count) for stream in streams])
+    return ((bits >> np.uint64(40)) * 2.0**-24).astype(np.float32)
 
 
 def penalize(logits: Tensor, counts: Tensor, in_prompt: Tensor, penalties: Tensor) -> Tensor:

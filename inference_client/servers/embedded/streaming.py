@@ -66,18 +66,14 @@ class SampleStream:
 
     def _submit(self) -> list[Ended]:
         """Those that the engine does not take."""
+        requests = list(self._requests.values())
+        for index, request in enumerate(requests):  # before the engine can have ended one
+            request.future.add_done_callback(partial(self._note, index))
         refused: list[Ended] = []
-        for index, request in self._requests.items():
-            try:
-                self._engine.submit(request)
-            except BadRequestError as error:
-                refused.append(Refused(index, 400, str(error)))
-            except UnavailableError as error:
-                refused.append(Refused(index, 503, str(error)))
-            else:
-                request.future.add_done_callback(partial(self._note, index))
-        for one in refused:
-            del self._requests[one.index]
+        for index, error in self._engine.submit_together(requests).items():
+            status = 400 if isinstance(error, BadRequestError) else 503
+            refused.append(Refused(index, status, str(error)))
+            del self._requests[index]
         return refused
 
     def _note(self, index: int, finished: Finished) -> None:
