@@ -43,8 +43,9 @@ class OpenSamples:
     def add(self, prompt: Prompt, sample: int, completion: Completion) -> None:
         """A response has returned."""
         with self._lock:
-            new = _Group(prompt, self.num_generations)
-            group = self._groups.setdefault(prompt.key, new)
+            group = self._groups.get(prompt.key)
+            if group is None:
+                group = self._groups[prompt.key] = _Group(prompt, self.num_generations)
             group.finished[sample] = completion
             group.num_missing -= 1
             wake, self._listening = self._listening, False

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
-
-import numpy as np
 
 from easyrl.engines.base import MetricSums
 from easyrl.metrics.repetition import count_ngrams
@@ -23,22 +22,23 @@ class GroupCounts(NamedTuple):
     def of(cls, group: RolloutGroup, *, recovered: bool = False) -> GroupCounts:
         """``recovered``: it was finished in an earlier attempt, none of its tokens is generated in
         this one."""
-        lengths = np.array([len(c.sampled_ids) for c in group.completions])
+        sampled = [c.sampled_ids for c in group.completions]
+        lengths = [len(token_ids) for token_ids in sampled]
         in_full = sum(_sequence_tokens(c, group.prompt) for c in group.completions)
         maxima = {
-            "response_length": float(lengths.max()),
-            "minus_response_length": -float(lengths.min()),
+            "response_length": float(max(lengths)),
+            "minus_response_length": -float(min(lengths)),
         }
-        ngrams = count_ngrams([c.sampled_ids for c in group.completions])
+        ngrams = count_ngrams(sampled)
         sums = {
             "groups": 1.0,
             "groups_moved": float(group.bytes_moved > 0),
             "bytes_moved": float(group.bytes_moved),
             "prompt_tokens": float(len(group.prompt.token_ids)),
             "responses": float(len(lengths)),
-            "response_tokens": float(lengths.sum()),
+            "response_tokens": float(sum(lengths)),
             "sequence_tokens": float(in_full),
-            "generated_tokens": 0.0 if recovered else float(lengths.sum()),
+            "generated_tokens": 0.0 if recovered else float(sum(lengths)),
             "truncated": float(sum(c.truncated for c in group.completions)),
             "ngrams": float(ngrams.num),
             "repeated_ngrams": float(ngrams.num_repeated),
@@ -46,25 +46,35 @@ class GroupCounts(NamedTuple):
         if recovered:
             sums["groups_recovered"] = 1.0
         if group.scores:
-            rewards = group.rewards[group.unmasked].astype(np.float64)
-            largest, smallest = float(rewards.max()), float(rewards.min())
+            # Python's own arithmetic: for a group's few numbers each call of numpy's costs more
+            rewards = group.rewards[group.unmasked].tolist()
+            largest, smallest = max(rewards), min(rewards)
             sums |= {
                 "samples_scored": float(len(rewards)),
                 "samples_masked": float(len(group.scores) - len(rewards)),
-                "reward": float(rewards.sum()),
-                "reward_square": float(np.square(rewards).sum()),
-                "reward_std": float(rewards.std()),
+                "reward": math.fsum(rewards),
+                "reward_square": math.fsum(reward * reward for reward in rewards),
+                "reward_std": _deviation(rewards),
                 "flat_groups": float(largest == smallest),
                 "reward_failures": float(sum(s.failed for s in group.scores)),
             }
             maxima |= {"reward": largest, "minus_reward": -smallest}
+        said: dict[str, list[float]] = {}
         for score in group.scores:
             for name, value in score.components.items():
-                terms = {"rewards": value, "squares": value**2, "opinions": 1.0}
-                for kind, term in terms.items():
-                    sums[f"{kind}/{name}"] = sums.get(f"{kind}/{name}", 0.0) + term
+                said.setdefault(name, []).append(value)
+        for name, values in said.items():
+            sums[f"rewards/{name}"] = sum(values)
+            sums[f"squares/{name}"] = sum(value**2 for value in values)
+            sums[f"opinions/{name}"] = float(len(values))
         outcome = GroupOutcome.of(group, recovered=recovered)
         return cls(outcome, MetricSums(sums, maxima), group.dispatched_s, group.completed_s)
+
+
+def _deviation(values: list[float]) -> float:
+    """Of a population."""
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 
 
 def _sequence_tokens(completion: Completion, prompt: Prompt) -> int:

@@ -78,11 +78,12 @@ def aggregation_weights(
     - ``token`` (DAPO, eq. 8): mean over all tokens.
     - ``constant`` (Dr. GRPO, §3.2): ``max_tokens`` in place of each response's length.
     """
-    weight = {
-        "sequence": 1.0 / max(1, int(trained.sum())),
-        "token": 1.0,
-        "constant": 1.0 / max_tokens,
-    }[aggregation]
+    if aggregation == "token":
+        weight = 1.0
+    elif aggregation == "sequence":
+        weight = 1.0 / max(1, int(trained.sum()))
+    else:
+        weight = 1.0 / max_tokens
     return np.full(len(trained), weight)
 
 

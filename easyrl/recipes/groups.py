@@ -91,7 +91,7 @@ def trained_group(
                 if value.shape not in ((), mask.shape):
                     shape = value.shape
                     raise ValueError(f"{name}.{method} gave shape {shape} for {len(mask)} tokens")
-                per_token.append(value[tokens] if value.ndim else np.full(len(tokens), value))
+                per_token.append(value[tokens] if value.ndim else value.repeat(len(tokens)))
             responses.append(TrainedResponse(sample, tokens, *per_token))
     return TrainedGroup(group, tuple(responses))
 

@@ -91,7 +91,7 @@ MUTATIONS = {
         Mutation(
             "estimators.py", "ratio.clamp(1 - low, 1 + high)", "ratio.clamp(1 + low, 1 + high)"
         ),
-        Mutation("estimators.py", '"token": 1.0,', '"token": 1.0 / len(trained),'),
+        Mutation("estimators.py", "weight = 1.0\n", "weight = 1.0 / len(trained)\n"),
         Mutation("aggregated.py", 'self.aggregation == "token"', 'self.aggregation != "token"'),
         Mutation(
             "recipe.py",
