@@ -16,13 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from easyrl.inference_client.servers.embedded.attention import SharedPrompts
 from easyrl.inference_client.servers.embedded.cache import SlotCache
 from easyrl.inference_client.servers.embedded.decode_forward import DecodeForward
 from easyrl.inference_client.servers.embedded.decode_masks import DecodeMasks
-from easyrl.inference_client.servers.embedded.prefill import states_of_layers
+from easyrl.inference_client.servers.embedded.prefill import (
+    PromptCache,
+    compute_states,
+    states_of_layers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +107,9 @@ def _decoded(
     """Logits [2, V] behind the last tokens, all before them in slots."""
     cache: SlotCache | None = None
     for slot, tokens in enumerate(sequences):
-        prefilled = DynamicCache()
-        model.base_model(input_ids=tokens[None, :-1], past_key_values=prefilled, use_cache=True)
+        prefilled = PromptCache(model)
+        positions = torch.arange(len(tokens) - 1, device=model.device)[None]
+        compute_states(model, tokens[None, :-1], positions, prefilled)
         layers = states_of_layers(prefilled)
         if cache is None:
             cache = SlotCache(len(layers), len(sequences), max(LENGTHS), model.device)

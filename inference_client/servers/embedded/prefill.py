@@ -1,7 +1,8 @@
 """Prefill in pieces: prompts that wait until their keys and values are computed.
 
 A sequence's prompt but its last token is computed, once for all that have the same; the last token
-then goes through the same decode step as everyone's newest token.
+then goes through the same decode step as everyone's newest token. So no logits are needed here: the
+forward ends as soon as the last layer has its keys and values.
 
 Shape legend: U prompts that are computed together, H key-value heads, P positions, d head size.
 """
@@ -9,9 +10,12 @@ Shape legend: U prompts that are computed together, H key-value heads, P positio
 from __future__ import annotations
 
 from collections.abc import Set
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
@@ -22,6 +26,42 @@ MOST_PADDING = 0.25  # of the tokens of prompts that are computed together
 FEW_TOKENS = 128  # about what a forward of their own would cost
 
 
+class _AllThere(Exception):
+    """Every layer's keys and values are computed."""
+
+
+class PromptCache(DynamicCache):
+    """Keys and values of prompts; ends a forward (``compute_states``) when all have come."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self._last = int(model.config.get_text_config().num_hidden_layers) - 1
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == self._last:
+            raise _AllThere
+        return states
+
+
+@torch.no_grad()
+def compute_states(
+    model: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: PromptCache
+) -> None:
+    """Into ``cache``, of ``tokens`` int64 [U, P] at ``positions`` [1, P].
+
+    The last layer's attention and MLP, which nothing but logits depends on, are left out: the
+    forward is ended from where that layer hands over what is to be kept. A model whose last layer
+    keeps nothing, as where layers share keys and values, runs to its end.
+    """
+    with suppress(_AllThere):
+        model.base_model(
+            input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+
+
 class Prefill:
     """Sequences whose prompts are not computed yet, first come, first served."""
 
@@ -29,7 +69,7 @@ class Prefill:
         self.num_tokens = 0  # computed since the start
         self._model = model
         self._waiting: dict[bytes, list[Sequence]] = {}  # by prompt; the first may be begun
-        self._begun = DynamicCache()  # what is computed of the first
+        self._begun = PromptCache(model)  # what is computed of the first
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -51,7 +91,7 @@ class Prefill:
 
     def restart(self) -> None:
         """What is begun is computed again from its beginning."""
-        self._begun = DynamicCache()
+        self._begun = PromptCache(self._model)
 
     def run(self, max_tokens: int) -> list[tuple[list[Sequence], Prefilled]]:
         """One forward over at most so many tokens; gives the sequences that can go on."""
@@ -90,7 +130,7 @@ class Prefill:
         padded = np.zeros((len(prompts), max(map(len, prompts))), dtype=np.int64)
         for i, prompt in enumerate(prompts):
             padded[i, : len(prompt)] = prompt
-        cache = DynamicCache()
+        cache = PromptCache(self._model)
         self._forward(padded, 0, cache)
         self.num_tokens += sum(map(len, prompts))
         layers = states_of_layers(cache)
@@ -99,15 +139,10 @@ class Prefill:
             for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True))
         ]
 
-    def _forward(self, tokens: np.ndarray, start: int, cache: DynamicCache) -> None:
+    def _forward(self, tokens: np.ndarray, start: int, cache: PromptCache) -> None:
         device = self._model.device
         positions = torch.arange(start, start + tokens.shape[1], device=device)[None]
-        self._model.base_model(
-            input_ids=torch.from_numpy(tokens).to(device),
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        )
+        compute_states(self._model, torch.from_numpy(tokens).to(device), positions, cache)
 
 
 def states_of_layers(cache: DynamicCache) -> StatesOfLayers:
