@@ -52,8 +52,8 @@ class GroupCounts(NamedTuple):
             sums |= {
                 "samples_scored": float(len(rewards)),
                 "samples_masked": float(len(group.scores) - len(rewards)),
-                "reward": math.fsum(rewards),
-                "reward_square": math.fsum(reward * reward for reward in rewards),
+                "reward": sum(rewards),
+                "reward_square": sum(reward * reward for reward in rewards),
                 "reward_std": _deviation(rewards),
                 "flat_groups": float(largest == smallest),
                 "reward_failures": float(sum(s.failed for s in group.scores)),
@@ -73,8 +73,8 @@ class GroupCounts(NamedTuple):
 
 def _deviation(values: list[float]) -> float:
     """Of a population."""
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) * (value - mean) for value in values) / len(values))
 
 
 def _sequence_tokens(completion: Completion, prompt: Prompt) -> int:
