@@ -433,9 +433,6 @@ class EndpointPool(Fleet):
         least = num_prompt_tokens + max(1, sampling.min_tokens)
         wanted = num_prompt_tokens + sampling.max_tokens
         in_use = known = [e for e in self.endpoints if e.is_in_use and e.served is not None]
-        if refused_by is None and all(e.context >= wanted for e in known):  # as for most requests
-            group.need = Need(group.version)
-            return sampling
         others = [] if refused_by is None else self._awaited_beside(refused_by, group, least)
         if others:
             in_use = [e for e in others if e.served is not None]

@@ -19,13 +19,12 @@ LENGTH = 23
 @pytest.fixture(params=FAMILIES)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     family: Family = request.param
-    return tiny_model(family, seed=3).eval()
+    return tiny_model(family, seed=3)
 
 
-def prompts(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def prompts(count: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCAB_SIZE, (count, LENGTH), generator=generator)
-    return tokens, torch.arange(LENGTH)[None]
+    return torch.randint(VOCAB_SIZE, (count, LENGTH), generator=generator)
 
 
 @torch.no_grad()
@@ -45,17 +44,17 @@ def assert_same(cache: PromptCache, expected: list[tuple[torch.Tensor, torch.Ten
 
 
 def test_states_are_those_of_a_whole_forward(model: PreTrainedModel) -> None:
-    tokens, positions = prompts(3)
+    tokens = prompts(3)
     cache = PromptCache(model)
-    compute_states(model, tokens, positions, cache)
+    compute_states(model, tokens, cache)
     assert_same(cache, whole_forward(model, tokens))
 
 
 def test_pieces_go_on_with_what_is_there(model: PreTrainedModel) -> None:
-    tokens, positions = prompts(1)
+    tokens = prompts(1)
     cache = PromptCache(model)
     for piece in (slice(0, 9), slice(9, LENGTH)):
-        compute_states(model, tokens[:, piece], positions[:, piece], cache)
+        compute_states(model, tokens[:, piece], cache)
     for own, whole in zip(states_of_layers(cache), whole_forward(model, tokens), strict=True):
         for pair in zip(own, whole, strict=True):
             torch.testing.assert_close(*pair, atol=1e-5, rtol=1e-5)
@@ -65,7 +64,7 @@ def test_the_last_layer_does_not_go_beyond_its_keys_and_values(model: PreTrained
     ended: set[str] = set()
     for name, module in model.named_modules():
         module.register_forward_hook(lambda *_, name=name: ended.add(name))
-    compute_states(model, *prompts(1), PromptCache(model))
+    compute_states(model, prompts(1), PromptCache(model))
     assert {"model.layers.0", "model.layers.0.mlp", "model.layers.1.self_attn.k_proj"} <= ended
     assert not ended & {"model.layers.1.self_attn.o_proj", "model.layers.1.mlp", "model.norm"}
 
@@ -73,11 +72,11 @@ def test_the_last_layer_does_not_go_beyond_its_keys_and_values(model: PreTrained
 def test_where_the_last_layer_keeps_nothing_the_forward_runs_to_its_end(
     model: PreTrainedModel,
 ) -> None:
-    tokens, positions = prompts(1)
+    tokens = prompts(1)
     cache = PromptCache(model)
     cache._last += 1  # as of a model whose last layer uses the one before it
     ended: list[str] = []
     model.base_model.register_forward_hook(lambda *_: ended.append("base"))
-    compute_states(model, tokens, positions, cache)
+    compute_states(model, tokens, cache)
     assert ended == ["base"]
     assert_same(cache, whole_forward(model, tokens))

@@ -108,8 +108,7 @@ def _decoded(
     cache: SlotCache | None = None
     for slot, tokens in enumerate(sequences):
         prefilled = PromptCache(model)
-        positions = torch.arange(len(tokens) - 1, device=model.device)[None]
-        compute_states(model, tokens[None, :-1], positions, prefilled)
+        compute_states(model, tokens[None, :-1], prefilled)
         layers = states_of_layers(prefilled)
         if cache is None:
             cache = SlotCache(len(layers), len(sequences), max(LENGTHS), model.device)

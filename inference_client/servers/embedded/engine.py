@@ -251,21 +251,19 @@ class EmbeddedEngine:
 
     def _put(self, run: Callable[[], None]) -> None:
         with self._lock:
-            self._check_alive()
+            if (ended := self._end_of_service()) is not None:
+                raise ended
             self._inbox.put(run)
 
-    def _check_alive(self) -> None:
+    def _end_of_service(self) -> UnavailableError | None:
         if self._failure is not None:
-            raise UnavailableError(f"the engine has failed: {self._failure!r}")
-        if self._closing:
-            raise UnavailableError("the engine is shutting down")
+            return UnavailableError(f"the engine has failed: {self._failure!r}")
+        return UnavailableError("the engine is shutting down") if self._closing else None
 
     def _lack(self, request: GenerationRequest) -> UnavailableError | None:
         """Why it cannot be queued now."""
-        try:
-            self._check_alive()
-        except UnavailableError as error:
-            return error
+        if (ended := self._end_of_service()) is not None:
+            return ended
         if self.num_waiting + request.params.n <= self._max_queue:
             return None
         return UnavailableError(

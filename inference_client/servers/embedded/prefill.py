@@ -47,15 +47,15 @@ class PromptCache(DynamicCache):
 
 
 @torch.no_grad()
-def compute_states(
-    model: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: PromptCache
-) -> None:
-    """Into ``cache``, of ``tokens`` int64 [U, P] at ``positions`` [1, P].
+def compute_states(model: PreTrainedModel, tokens: Tensor, cache: PromptCache) -> None:
+    """Into ``cache``, of ``tokens`` int64 [U, P], which follow what it holds.
 
     The last layer's attention and MLP, which nothing but logits depends on, are left out: the
     forward is ended from where that layer hands over what is to be kept. A model whose last layer
     keeps nothing, as where layers share keys and values, runs to its end.
     """
+    start = cache.get_seq_length()
+    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
     with suppress(_AllThere):
         model.base_model(
             input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True
@@ -115,7 +115,7 @@ class Prefill:
         start = self._begun.get_seq_length()
         prompt = group[0].prompt[:-1]
         piece = prompt[start : start + max_tokens]
-        self._forward(piece[None], start, self._begun)
+        self._forward(piece[None], self._begun)
         self.num_tokens += len(piece)
         if start + len(piece) < len(prompt):
             return []
@@ -131,7 +131,7 @@ class Prefill:
         for i, prompt in enumerate(prompts):
             padded[i, : len(prompt)] = prompt
         cache = PromptCache(self._model)
-        self._forward(padded, 0, cache)
+        self._forward(padded, cache)
         self.num_tokens += sum(map(len, prompts))
         layers = states_of_layers(cache)
         return [
@@ -139,10 +139,8 @@ class Prefill:
             for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True))
         ]
 
-    def _forward(self, tokens: np.ndarray, start: int, cache: PromptCache) -> None:
-        device = self._model.device
-        positions = torch.arange(start, start + tokens.shape[1], device=device)[None]
-        compute_states(self._model, torch.from_numpy(tokens).to(device), positions, cache)
+    def _forward(self, tokens: np.ndarray, cache: PromptCache) -> None:
+        compute_states(self._model, torch.from_numpy(tokens).to(self._model.device), cache)
 
 
 def states_of_layers(cache: DynamicCache) -> StatesOfLayers:

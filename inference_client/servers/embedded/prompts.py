@@ -111,25 +111,23 @@ class PromptStore:
             prompt = self._held_by.pop(sequence, None)
             if prompt is None:  # of one token
                 continue
-            is_last = len(prompt.in_slots) + len(prompt.apart) == 1
-            if is_last and self._known.get(sequence.prompt_key) is prompt:
+            prompt.in_slots.discard(sequence)
+            prompt.apart.discard(sequence)
+            is_used = bool(prompt.in_slots or prompt.apart)
+            if not is_used and self._known.get(sequence.prompt_key) is prompt:
                 if last is not None:  # one is kept: nothing is copied of those before
                     del self._known[last[0].prompt_key]
                 last = sequence, prompt
-                continue
-            prompt.in_slots.discard(sequence)
-            prompt.apart.discard(sequence)
         if last is not None:
             self._keep(*last)
 
     def _keep(self, sequence: Sequence, prompt: HeldPrompt) -> None:
-        """The prompt of its last sequence, instead of the one that was kept before."""
-        prompt.layers = self._states(prompt).of_its_own()
+        """The prompt that ``sequence`` was the last to have, instead of the one kept before."""
+        if prompt.layers is None:
+            prompt.layers = self._cache.read(sequence.row, prompt.length)
         if self._unused is not None:
             del self._known[self._unused]
         self._unused = sequence.prompt_key
-        prompt.in_slots.discard(sequence)
-        prompt.apart.discard(sequence)
 
     def read_apart(self, sequence: Sequence) -> StatesOfLayers | None:
         """The states that its attention reads beside its slot."""

@@ -37,7 +37,7 @@ class RowTable:
         of_params = {id(params): _floats(params) for params in (s.params for s in sequences)}
         floats = [of_params[id(sequence.params)] for sequence in sequences]
         ints = [_ints(s, count) for s, count in zip(sequences, held, strict=True)]
-        # by numpy: torch takes ten times as long for lists of lists
+        # by numpy: torch takes four times as long for lists of lists
         self._floats[:, rows] = torch.from_numpy(np.array(floats, dtype=np.float32).T)
         self._ints[:, rows] = torch.from_numpy(np.array(ints, dtype=np.int64).T)
         self.stop_ids = _with_rows(self.stop_ids, rows, [s.stop_token_ids for s in sequences])

@@ -14,7 +14,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from easyrl.inference_client.servers.embedded.attention import NAME, ProbedStep, SharedPrompts
 from easyrl.inference_client.servers.embedded.cache import SlotCache, StatesOfLayers
-from easyrl.inference_client.servers.embedded.prefill import states_of_layers
+from easyrl.inference_client.servers.embedded.prefill import (
+    PromptCache,
+    compute_states,
+    states_of_layers,
+)
 from easyrl.inference_client.servers.embedded.prompts import MIN_APART
 
 NUM_ROWS = 2  # B
@@ -42,8 +46,8 @@ def takes_shared_prompts(model: PreTrainedModel, max_model_len: int) -> bool:
 def _are_logits_the_same(model: PreTrainedModel, max_model_len: int) -> bool:
     """Up to the square root of the dtype's precision (float32's at best), of the largest logit."""
     prompt, newest = _tokens(model)
-    cache = DynamicCache()
-    model.base_model(input_ids=prompt, past_key_values=cache, use_cache=True)
+    cache = PromptCache(model)
+    compute_states(model, prompt, cache)
     layers = states_of_layers(cache)
     expected = _decode_as_usual(model, layers, newest)
     model.set_attn_implementation(NAME)
