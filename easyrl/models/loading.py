@@ -15,7 +15,7 @@ from easyrl.models.dropout import silence_dropout, switch_dropout_off
 from easyrl.models.fused_layers import fuse_layers
 from easyrl.models.lora import add_adapter
 from easyrl.models.policy_model import PolicyModel
-from easyrl.models.row_check import row_verdict
+from easyrl.models.row_check import RowVerdict, row_verdict
 from easyrl.models.row_forward import ATTENTION, OWN_ATTENTION
 from easyrl.models.supported import architecture_of, read_model_config
 from easyrl.runtime.numerics import own_memory
@@ -40,7 +40,7 @@ def load_policy_model(
     it cannot run on packed rows and that is not ``own``.
     """
     config = read_model_config(model)
-    _check_rows(config, model)
+    verdict = _checked_rows(config, model)
     switch_dropout_off(config)
     dtype = dtype or DTYPES[model.dtype]
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -77,7 +77,8 @@ def load_policy_model(
     fuse_layers(hf_model, "none" if is_padded else model.fused_layers)
     checkpoint_activations(hf_model, model.recomputed, model.checkpoint_every)
     silence_dropout(hf_model)  # training mode only switches activation checkpointing on
-    return PolicyModel(hf_model, model.logprob_chunk_size, model.attention).train()
+    narrow = verdict.narrow is None
+    return PolicyModel(hf_model, model.logprob_chunk_size, model.attention, narrow).train()
 
 
 def head_weight_name(model: PreTrainedModel) -> str:
@@ -86,7 +87,7 @@ def head_weight_name(model: PreTrainedModel) -> str:
     return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
 
 
-def _check_rows(config: PreTrainedConfig, model: ModelConfig) -> None:
+def _checked_rows(config: PreTrainedConfig, model: ModelConfig) -> RowVerdict:
     verdict = row_verdict(config)
     if verdict.padded is not None:
         raise ConfigError(
@@ -98,6 +99,7 @@ def _check_rows(config: PreTrainedConfig, model: ModelConfig) -> None:
             f"model.attention: {model.path} is a {architecture_of(config)}, which cannot run on "
             f"packed rows ({verdict.packed}); set model.attention=own and trainer.packing=none"
         )
+    return verdict
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class OffloadedModel:
     def __init__(self, model: PolicyModel, device: torch.device) -> None:
         model.requires_grad_(False).eval()
         assert isinstance(model.row_forward, PackedForward)
-        self._attention, self._device = model.row_forward.attention, device
+        self._forward, self._device = model.row_forward, device
         for parameter in model.parameters():  # a tied one once
             if device.type != "cpu":
                 parameter.data = parameter.data.pin_memory()
@@ -54,7 +54,7 @@ class OffloadedModel:
                 setattr(module, name, buffer.to(device))  # small, and used by every layer
         base: Any = model.model.base_model
         ends: list[Any] = [base.norm, model.model.get_output_embeddings()]
-        self._base = base
+        self._model, self._base = model.model, base
         self._layers: list[nn.Module] = [base.embed_tokens, *base.layers, *ends]
         self._weights = [_weights_of(layer) for layer in self._layers]
 
@@ -74,6 +74,10 @@ class OffloadedModel:
             embed = next(visits)
             hidden = {i: embed(rows[i][0].input_ids[None]) for i in run}
             positions = {i: rows[i][0].position_ids[None] for i in run}
+            wanted = {
+                i: self._forward.wanted(self._model, rows[i][1], rows[i][0].predictor_index)
+                for i in run
+            }
             rotations = {i: self._base.rotary_emb(hidden[i], positions[i]) for i in run}
             for _ in self._base.layers:
                 layer = next(visits)
@@ -85,14 +89,16 @@ class OffloadedModel:
                         position_ids=positions[i],
                         use_cache=False,
                         layout=rows[i][1],
-                        checked_attention=self._attention,
+                        checked_attention=self._forward.attention,
+                        wanted=wanted[i],
                     )
             norm = next(visits)
             hidden = {i: norm(hidden[i])[0] for i in run}
             head = next(visits)
             for i in run:
-                row = rows[i][0]
-                predictors = gather_tokens(hidden[i], row.predictor_index)
+                row, chosen = rows[i][0], wanted[i]
+                index = row.predictor_index if chosen is None else chosen.predictors
+                predictors = gather_tokens(hidden[i], index)
                 results[i], _ = head(predictors, row.label_ids, temperature)
         return results
 

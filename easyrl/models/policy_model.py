@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.kernels.logprobs.linear_divergence import TeacherRows
 from easyrl.kernels.logprobs.token_losses import RowLoss
+from easyrl.models.last_layer import narrow_last_layer
 from easyrl.models.output_head import LogitShape, LogprobHead
 from easyrl.models.row_forward import ATTENTION, OWN_ATTENTION, row_forward
 
@@ -26,17 +27,25 @@ class PolicyModel(nn.Module):
     """Row in, log-probability and entropy of each trained token out.
 
     The Hugging Face model is ``self.model``: a parameter's name there is its name here without the
-    leading ``model.``. ``attention`` is ``model.attention`` of the configuration.
+    leading ``model.``. ``attention`` is ``model.attention`` of the configuration. ``narrow``: of
+    tokens that nothing is predicted from the last layer computes keys and values alone
+    (``last_layer.py``).
     """
 
     def __init__(
-        self, model: PreTrainedModel, logprob_chunk_size: int | None, attention: str = "auto"
+        self,
+        model: PreTrainedModel,
+        logprob_chunk_size: int | None,
+        attention: str = "auto",
+        narrow: bool = True,
     ) -> None:
         super().__init__()
         is_packed = model.config._attn_implementation == ATTENTION
         assert is_packed == (attention != OWN_ATTENTION)
         self.model = model
-        self.row_forward = row_forward(attention)
+        if narrow and is_packed:
+            narrow_last_layer(model)
+        self.row_forward = row_forward(attention, narrow)
         self.logits = LogitShape.of(model.config)
         self.model.set_output_embeddings(
             LogprobHead(model.get_output_embeddings(), logprob_chunk_size, self.logits)

@@ -35,7 +35,7 @@ from easyrl.runtime.user_code import describe
 TOLERANCE = 1e-5  # of fp32 log-probabilities, relative to the largest, nats or more
 TEMPERATURE = 0.7
 VOCABULARY = 61
-PROMPT, RESPONSES = 7, (5, 9, 2)  # tokens
+PROMPT, RESPONSES = 40, (5, 9, 2)  # tokens; a prompt that the last layer leaves out
 # Sizes that can be smaller without another code being run, and how small they are made.
 _NARROW = dict.fromkeys(
     ("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size", "mlp_hidden_size"), 64
@@ -50,6 +50,7 @@ class RowVerdict:
 
     packed: str | None
     padded: str | None
+    narrow: str | None = None  # packed, its last layer on the wanted tokens (``last_layer.py``)
 
 
 def row_verdict(config: PreTrainedConfig) -> RowVerdict:
@@ -68,13 +69,19 @@ def _verdict(model_type: str, values: str) -> RowVerdict:
             expected = _of_own_forward(model, tokens)
         except Exception as error:  # of a modeling file
             problem = f"a small copy of it cannot be run ({describe(error):.120})"
-            return RowVerdict(problem, problem)
+            return RowVerdict(problem, problem, problem)
         padded = _disagreement(model, OWN_ATTENTION, tokens, expected)
-        return RowVerdict(_disagreement(model, "reference", tokens, expected), padded)
+        packed = _disagreement(model, "reference", tokens, expected)
+        narrow = packed or _disagreement(model, "reference", tokens, expected, narrow=True)
+        return RowVerdict(packed, padded, narrow)
 
 
 def _disagreement(
-    model: PreTrainedModel, attention: str, tokens: Tensor, expected: Tensor
+    model: PreTrainedModel,
+    attention: str,
+    tokens: Tensor,
+    expected: Tensor,
+    narrow: bool = False,
 ) -> str | None:
     """What is wrong with our log-probabilities in training mode."""
     try:
@@ -83,7 +90,7 @@ def _disagreement(
             if model.config._attn_implementation != ATTENTION:
                 return "its attention cannot be replaced"
         row = _shared_row(tokens) if attention != OWN_ATTENTION else _unshared_row(tokens)
-        policy = PolicyModel(model, None, attention).train()
+        policy = PolicyModel(model, None, attention, narrow).train()
         with torch.no_grad():
             got = policy(*row, TEMPERATURE)[0]
     except Exception as error:  # of a modeling file, or ``NotPacked``

@@ -18,6 +18,12 @@ from transformers.modeling_utils import AttentionInterface
 from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.kernels.attention.path_gather import gather_tokens
 from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.models.last_layer import (
+    StatesOfOthers,
+    WantedTokens,
+    attend_from_wanted,
+    wanted_tokens,
+)
 
 ATTENTION = "easyrl_shared_prompt"
 OWN_ATTENTION = "own"  # model.attention: the model's
@@ -41,18 +47,22 @@ class RowForward(Protocol):
         ...
 
 
-def row_forward(attention: str) -> RowForward:
-    """By ``model.attention``."""
+def row_forward(attention: str, narrow: bool = False) -> RowForward:
+    """By ``model.attention``; ``narrow`` is that of ``PackedForward``."""
     if attention == OWN_ATTENTION:
         return PaddedForward()
-    return PackedForward(CheckedAttention(attention))
+    return PackedForward(CheckedAttention(attention), narrow)
 
 
 class PackedForward:
-    """The row as it is, one sequence of T tokens; the model has to be loaded with ``ATTENTION``."""
+    """The row as it is, one sequence of T tokens; the model has to be loaded with ``ATTENTION``.
 
-    def __init__(self, attention: CheckedAttention) -> None:
+    ``narrow``: its last layer was given to ``narrow_last_layer``.
+    """
+
+    def __init__(self, attention: CheckedAttention, narrow: bool = False) -> None:
         self.attention = attention
+        self._narrow = narrow
 
     def __call__(
         self,
@@ -62,14 +72,27 @@ class PackedForward:
         layout: SegmentLayout,
         index: Tensor,
     ) -> Tensor:
+        wanted = self.wanted(model, layout, index)
         hidden = model.base_model(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
             use_cache=False,
             layout=layout,
             checked_attention=self.attention,
-        ).last_hidden_state[0]  # [T, H]
-        return gather_tokens(hidden, index)
+            wanted=wanted,
+        ).last_hidden_state[0]  # [T, H], or of the wanted tokens
+        return gather_tokens(hidden, index if wanted is None else wanted.predictors)
+
+    def wanted(
+        self, model: PreTrainedModel, layout: SegmentLayout, index: Tensor
+    ) -> WantedTokens | None:
+        """The tokens that the last layer is computed for; None: all.
+
+        Under ZeRO-3 all: its hooks of a module want to see the end of what they saw begin.
+        """
+        if not self._narrow or hasattr(next(model.parameters()), "ds_id"):
+            return None
+        return wanted_tokens(layout, index)
 
 
 class PaddedForward:
@@ -123,10 +146,12 @@ def _attention(
     layout: SegmentLayout | None = None,
     checked_attention: CheckedAttention | None = None,
     sliding_window: int | None = None,
-    **others: object,
+    wanted: WantedTokens | None = None,
+    others: StatesOfOthers | None = None,
+    **unknown: object,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer; layout and attention come through the model's
-    keywords.
+    keywords, ``others`` from its last layer (``last_layer.py``).
     """
     if layout is None or checked_attention is None:
         raise NotPacked("its layers do not hand the row's layout to their attention")
@@ -134,9 +159,15 @@ def _attention(
         raise NotPacked("it makes attention masks of its own")
     if sliding_window is not None and sliding_window < max(layout.path_lengths):
         raise NotPacked(f"sequences are longer than its sliding window of {sliding_window} tokens")
-    if asked := [name for name in NOT_HONOURED if others.get(name) is not None]:
+    if asked := [name for name in NOT_HONOURED if unknown.get(name) is not None]:
         raise NotPacked(f"its attention has {NOT_HONOURED[asked[0]]}")
-    output = checked_attention(query, key, value, layout, scaling)
+    if others is None:
+        output = checked_attention(query, key, value, layout, scaling)
+    elif wanted is None:
+        others.keep(key, value)
+    else:
+        states = query, key, value
+        output = attend_from_wanted(checked_attention, *states, others, wanted, scaling)
     return output.transpose(1, 2).contiguous(), None
 
 

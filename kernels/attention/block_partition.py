@@ -37,16 +37,21 @@ class Block(NamedTuple):
 def partition(
     layout: SegmentLayout, longest: int | None = None, most_queries: int | None = None
 ) -> tuple[Block, ...]:
-    """Blocks that hold each visible pair once: first the causal ones, which hold each position
-    once as query and once as key, then the rectangles.
+    """Blocks that hold each visible pair of a query and a key once: first the causal ones, which
+    hold each query once and its own key with it, then the rectangles.
 
     If given, ``longest`` limits the length of a causal block, ``most_queries`` the queries of a
     rectangle and of a whole batch, unless that is a single causal block.
     """
     triangles: list[tuple[int, int]] = []  # start, length
-    full: list[tuple[int, int, int, int]] = list(layout.rectangles)
-    for start, length, _ in layout.segments:
-        _halve(start, length, longest or length, triangles, full)
+    full = list(_of_queries(layout))
+    firsts = layout.first_queries or (0,) * len(layout.segments)
+    for (start, length, _), first in zip(layout.segments, firsts, strict=True):
+        if first == length:
+            continue
+        if first:
+            full.append((start + first, start + length, start, start + first))
+        _halve(start + first, length - first, longest or length, triangles, full)
     # Where the queries of what is of one size, at one distance from its keys, begin.
     alike: dict[tuple[int, int, int, bool], list[int]] = defaultdict(list)
     for start, length in triangles:
@@ -64,6 +69,14 @@ def partition(
             keys = Span(first - distance, num_keys, count, step)
             blocks.append(Block(queries, keys, causal))
     return tuple(blocks)
+
+
+def _of_queries(layout: SegmentLayout) -> Iterator[tuple[int, int, int, int]]:
+    """The rectangles without tokens that are keys alone."""
+    for query_start, query_end, key_start, key_end in layout.rectangles:
+        for start, end in layout.query_stretches:
+            if start < query_end and end > query_start:
+                yield max(start, query_start), min(end, query_end), key_start, key_end
 
 
 def _halve(

@@ -47,7 +47,8 @@ class _MergedAttention(torch.autograd.Function):
         query, key, value = (_unit_stride(x) for x in (query, key, value))
         _, num_heads, num_tokens, head_size = query.shape
         dtype = partial_attention.softmax_dtype(query.dtype)
-        output = query.new_empty(num_tokens, num_heads, head_size, dtype=dtype)
+        empty = query.new_empty if layout.first_queries is None else query.new_zeros
+        output = empty(num_tokens, num_heads, head_size, dtype=dtype)
         logsumexp = query.new_empty(num_tokens, num_heads, 1, dtype=dtype)
         repeats = num_heads // key.shape[1]
         rows = [_by_token(query, repeats), _shared(key, repeats), _shared(value, repeats)]
@@ -60,7 +61,7 @@ class _MergedAttention(torch.autograd.Function):
                 strict=True,
             ):
                 part, part_lse = partial_attention.forward(q, k, v, block.causal, scale)
-                if block.causal:  # these come first and hold every token once
+                if block.causal:  # these come first and hold every query once
                     out.copy_(part)
                     lse.copy_(part_lse.unsqueeze(3))
                 else:
@@ -78,11 +79,12 @@ class _MergedAttention(torch.autograd.Function):
         given = [_by_token(x, repeats) for x in (_unit_stride(grad_output), query, output)]
         given.append(logsumexp.unflatten(1, (-1, repeats)))
         shared = [_shared(key, repeats), _shared(value, repeats)]
-        grads = [_sums_by_token(x) for x in (query, key, value)]  # [T, H, D]
+        has_all = ctx.layout.first_queries is None  # tokens are in a causal block
+        grads = [_sums_by_token(x, has_all) for x in (query, key, value)]  # [T, H, D]
         grad_query = [grads[0].unflatten(1, (-1, repeats))]
         grad_shared = [x.unsqueeze(2).expand(-1, -1, repeats, -1) for x in grads[1:]]
         for block in ctx.layout.derived(partition, *_limits(query.device)):
-            first = block.causal
+            first = block.causal and has_all
             for call, (g, q, out, lse, k, v, *sums) in enumerate(
                 zip(
                     *_calls(given, block.queries),
@@ -124,11 +126,13 @@ def _shared(x: Tensor, repeats: int) -> Tensor:
     return x[0].transpose(0, 1).unsqueeze(2).expand(-1, -1, repeats, -1)
 
 
-def _sums_by_token(x: Tensor) -> Tensor:
-    """Memory for sums in the shape of ``x`` [1, H, T, D], as [T, H, D]."""
+def _sums_by_token(x: Tensor, is_filled: bool) -> Tensor:
+    """Memory for sums in the shape of ``x`` [1, H, T, D], as [T, H, D]; zeros unless it is filled
+    before it is added to."""
     _, num_heads, num_tokens, head_size = x.shape
     dtype = partial_attention.softmax_dtype(x.dtype)
-    return x.new_empty(num_tokens, num_heads, head_size, dtype=dtype)
+    empty = x.new_empty if is_filled else x.new_zeros
+    return empty(num_tokens, num_heads, head_size, dtype=dtype)
 
 
 def _calls(tensors: list[Tensor], span: Span) -> list[list[Tensor]]:

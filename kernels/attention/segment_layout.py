@@ -49,11 +49,20 @@ class SegmentLayout:
     descendants, then anything else, so that the descendants of each are one stretch of the row.
     Raises ``ValueError`` where they are not. What is derived is computed once, per device: a layout
     is shared by a model's layers and by the three models.
+
+    With ``first_queries`` the tokens of segment s before its ``first_queries[s]``-th are keys
+    alone: nobody looks at what attention gives for their queries, and a backend need not compute
+    it. None: all are queries.
     """
 
-    def __init__(self, segments: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(
+        self,
+        segments: Sequence[tuple[int, int, int]],
+        first_queries: Sequence[int] | None = None,
+    ) -> None:
         _check_segments(segments)
         self.segments = tuple(segments)
+        self.first_queries = None if first_queries is None else tuple(first_queries)
         self.num_tokens = sum(length for _, length, _ in segments)  # T
         self._derived: dict[Hashable, Any] = {}
 
@@ -80,6 +89,18 @@ class SegmentLayout:
             for (start, length, _), end in zip(self.segments, ends, strict=True)
             if end > start + length
         )
+
+    @cached_property
+    def query_stretches(self) -> tuple[tuple[int, int], ...]:
+        """Start and end of each stretch of tokens that are queries, as long as they can be."""
+        stretches: list[tuple[int, int]] = []
+        firsts = self.first_queries or (0,) * len(self.segments)
+        for (start, length, _), first in zip(self.segments, firsts, strict=True):
+            if stretches and stretches[-1][1] == start + first:
+                stretches[-1] = (stretches[-1][0], start + length)
+            elif first < length:
+                stretches.append((start + first, start + length))
+        return tuple(stretches)
 
     @cached_property
     def path_lengths(self) -> tuple[int, ...]:

@@ -30,6 +30,14 @@ def seen_by_definition(segments: Triples) -> list[int]:
     return rows
 
 
+def seen_by_queries(segments: Triples, first_queries: Sequence[int]) -> list[int]:
+    """The same, and nothing for tokens that are keys alone."""
+    rows = seen_by_definition(segments)
+    for (start, _, _), first in zip(segments, first_queries, strict=True):
+        rows[start : start + first] = [0] * first
+    return rows
+
+
 def seen_by_blocks(blocks: Sequence[Block], num_tokens: int) -> list[int]:
     rows = [0] * num_tokens
     for queries, keys, causal in blocks:
@@ -74,6 +82,9 @@ def test_random_rows_and_limits() -> None:
             assert not overlaps(queries) and not overlaps(keys), case
             batches += queries.number > 1
         assert seen_by_blocks(blocks, layout.num_tokens) == seen_by_definition(segments)
+        firsts = [draw.choice([0, 0, draw.randint(0, length)]) for _, length, _ in segments]
+        blocks = partition(SegmentLayout(segments, firsts), longest, most_queries)
+        assert seen_by_blocks(blocks, layout.num_tokens) == seen_by_queries(segments, firsts)
     assert batches > NUM_ROWS  # it is batches that this is about
 
 

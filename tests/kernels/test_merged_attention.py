@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -78,6 +80,34 @@ def test_random_forests(
         patch.setattr(merged, "_LONGEST_CAUSAL_ON_CPU", halved_from)
         patch.setattr(merged, "_MOST_QUERIES_ON_CPU", most_queries)
         assert_is_dense(layout, random_inputs(layout, kv_heads=kv_heads))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    num_segments=st.integers(1, 12),
+    longest=st.integers(1, 12),
+    kv_heads=st.sampled_from([1, 2, 4]),
+)
+def test_tokens_that_are_keys_alone(
+    seed: int, num_segments: int, longest: int, kv_heads: int
+) -> None:
+    """The others' output and gradients are those of the whole row, and theirs is 0, not memory that
+    was never written: a product with a gradient of 0 would make it NaN."""
+    segments = random_forest(seed, num_segments, longest)
+    draw = random.Random(seed)
+    firsts = [draw.choice([0, draw.randint(0, length)]) for _, length, _ in segments]
+    whole, layout = SegmentLayout(segments), SegmentLayout(segments, firsts)
+    asked = torch.zeros(layout.num_tokens, dtype=torch.bool)
+    for start, end in layout.query_stretches:
+        asked[start:end] = True
+    inputs = random_inputs(layout, kv_heads=kv_heads)
+    output = merged.merged_attention(*inputs, layout, SCALE)
+    assert bool((output[:, :, ~asked] == 0).all())
+    got = output_and_gradients(output[:, :, asked], inputs)
+    expected = output_and_gradients(dense(*inputs, whole, SCALE)[:, :, asked], inputs)
+    for first, second in zip(got, expected, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -38,19 +38,20 @@ TEMPERATURE = 0.7
 ENTROPY_WEIGHT = 0.3  # the test objective is Σ a·logprob + 0.3·entropy, a the sequence's advantage
 # 143 tokens: one row with budget 200; several rows, with groups split, with budget 40.
 GROUP_SHAPES = ((11, [5, 17, 1, 9]), (3, [30, 2]), (20, [8, 8, 29]))
+Shapes = tuple[tuple[int, list[int]], ...]  # of each group: tokens of its prompt, of its responses
 
 
-def make_groups() -> tuple[list[RolloutGroup], list[np.ndarray]]:
+def make_groups(shapes: Shapes = GROUP_SHAPES) -> tuple[list[RolloutGroup], list[np.ndarray]]:
     rng = np.random.default_rng(5)
     groups = [
         random_group(rng, prompt, responses, index=index)
-        for index, (prompt, responses) in enumerate(GROUP_SHAPES)
+        for index, (prompt, responses) in enumerate(shapes)
     ]
     return groups, [rng.normal(size=len(g.completions)) for g in groups]
 
 
-def pack(budget: int) -> list[MicroBatch]:
-    groups, advantages = make_groups()
+def pack(budget: int, shapes: Shapes = GROUP_SHAPES) -> list[MicroBatch]:
+    groups, advantages = make_groups(shapes)
     return pack_groups(
         groups,
         advantages,
@@ -61,11 +62,13 @@ def pack(budget: int) -> list[MicroBatch]:
     )
 
 
-def packed_run(model: PolicyModel, budget: int) -> tuple[Tensor, dict[str, Tensor]]:
+def packed_run(
+    model: PolicyModel, budget: int, shapes: Shapes = GROUP_SHAPES
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities of all response tokens and gradients of the test objective, packed."""
     model.zero_grad()
     logprobs: dict[SampleKey, Tensor] = {}  # a group's parts are not in order
-    for row in pack(budget):
+    for row in pack(budget, shapes):
         row_logprobs, row_entropy = run_micro_batch(model, row, TEMPERATURE)
         advantages = row.advantages.to(row_logprobs.dtype)
         (advantages * row_logprobs + ENTROPY_WEIGHT * row_entropy).sum().backward()
@@ -77,11 +80,13 @@ def packed_run(model: PolicyModel, budget: int) -> tuple[Tensor, dict[str, Tenso
     }
 
 
-def separate_run(model: PreTrainedModel) -> tuple[Tensor, dict[str, Tensor]]:
+def separate_run(
+    model: PreTrainedModel, shapes: Shapes = GROUP_SHAPES
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The same of a plain Hugging Face model, each sequence on its own without padding."""
     model.zero_grad()
     logprobs = []
-    groups, advantages = make_groups()
+    groups, advantages = make_groups(shapes)
     for group, group_advantages in zip(groups, advantages, strict=True):
         prompt = torch.from_numpy(group.prompt.token_ids).long()
         for completion, advantage in zip(group.completions, group_advantages, strict=True):
