@@ -87,13 +87,17 @@ def _wanted_tokens(layout: SegmentLayout, predictor_index: Tensor) -> WantedToke
     )
 
 
-def narrow_last_layer(model: PreTrainedModel) -> None:
+def narrow_last_layer(model: PreTrainedModel) -> bool:
     """Has the last decoder layer take ``wanted``, a ``WantedTokens``, and give these tokens' hidden
-    states, [1, W, H]. Whether the model bears it, ``row_check`` finds out.
+    states, [1, W, H]. False: it finds none. Whether the model bears it, ``row_check`` finds out.
     """
     layers = [m for m in model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if layers:
-        setattr(layers[-1], "forward", partial(_narrowed, layers[-1].forward))  # noqa: B010
+    if not layers:
+        return False
+    forward = layers[-1].forward
+    if getattr(forward, "func", None) is not _narrowed:
+        setattr(layers[-1], "forward", partial(_narrowed, forward))  # noqa: B010
+    return True
 
 
 def _narrowed(

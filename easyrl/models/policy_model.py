@@ -43,8 +43,7 @@ class PolicyModel(nn.Module):
         is_packed = model.config._attn_implementation == ATTENTION
         assert is_packed == (attention != OWN_ATTENTION)
         self.model = model
-        if narrow and is_packed:
-            narrow_last_layer(model)
+        narrow = narrow and is_packed and narrow_last_layer(model)
         self.row_forward = row_forward(attention, narrow)
         self.logits = LogitShape.of(model.config)
         self.model.set_output_embeddings(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,14 +31,13 @@ from tests.easyrl.models.test_policy_model import (
     no_casts,
     pack,
     packed_run,
-    path,
     relative_errors,
     separate_run,
 )
 from tests.kernels.forests import random_forest
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import FAMILIES, Family, save_tiny_model
 
-__all__ = ["no_casts", "no_casts_anywhere", "path"]  # fixtures
+__all__ = ["no_casts", "no_casts_anywhere"]  # fixtures
 
 # Two prompts of which the last layer leaves out all but the last token, one that is too short.
 SHAPES = ((70, [5, 17, 1, 9]), (3, [30, 2]), (45, [8, 8, 29]))
@@ -54,14 +54,19 @@ def load(folder: Path, **settings_: object) -> PolicyModel:
 def tokens_of_mlps(model: PolicyModel) -> list[int]:
     """How many tokens each layer's MLP gets, in the order of the calls from now on."""
     found: list[int] = []
-    for layer in model.model.base_model.layers:
+    base: Any = model.model.base_model
+    for layer in base.layers:
         layer.mlp.register_forward_pre_hook(lambda _, args: found.append(args[0].shape[1]))
     return found
 
 
-@pytest.mark.parametrize("budget", [ONE_ROW, 120])
-def test_exact_in_fp64_without_casts(path: Path, no_casts: None, budget: int) -> None:
-    policy, plain = load_both(path, torch.float64)
+@pytest.mark.parametrize(
+    ("family", "budget"), [*((family, ONE_ROW) for family in FAMILIES), ("qwen3", 120)]
+)
+def test_exact_in_fp64_without_casts(
+    tmp_path: Path, no_casts: None, family: Family, budget: int
+) -> None:
+    policy, plain = load_both(save_tiny_model(tmp_path, family), torch.float64)
     tokens = tokens_of_mlps(policy)
     errors = relative_errors(packed_run(policy, budget, SHAPES), separate_run(plain, SHAPES))
     assert max(errors) < BOUND, errors
@@ -93,8 +98,10 @@ def test_other_families(name: str, tmp_path: Path, no_casts_anywhere: None) -> N
 
 @pytest.mark.parametrize("mode", ["layer", "selective"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_activation_checkpointing_changes_nothing(tmp_path: Path, family: str, mode: str) -> None:
-    folder = save_tiny_model(tmp_path, family)  # type: ignore[arg-type]
+def test_activation_checkpointing_changes_nothing(
+    tmp_path: Path, family: Family, mode: str
+) -> None:
+    folder = save_tiny_model(tmp_path, family)
     plain = packed_run(load(folder), ONE_ROW, SHAPES)
     model = load(folder, activation_checkpointing=mode)
     tokens = tokens_of_mlps(model)
@@ -145,11 +152,26 @@ def test_models_that_do_not_bear_it_run_whole(
     assert max(errors) < BOUND, errors
 
 
-def narrow_first_layer(model: object) -> None:
-    layers = model.base_model.layers  # type: ignore[attr-defined]
+def narrow_first_layer(model: Any) -> bool:
+    layers = model.base_model.layers
     narrowed = last_layer._narrowed
     forward = layers[0].forward
     layers[0].forward = lambda *args, **kwargs: narrowed(forward, *args, **kwargs)
+    return True
+
+
+def test_a_model_is_narrowed_once_and_only_if_it_has_layers(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, "llama")
+    model = load(folder)
+    again = PolicyModel(model.model, 16, "merged")
+    tokens = tokens_of_mlps(again)
+    (row,) = pack(ONE_ROW, SHAPES)
+    expected = run_micro_batch(model, row, TEMPERATURE)
+    tokens.clear()
+    assert torch.equal(run_micro_batch(again, row, TEMPERATURE)[0], expected[0])
+    assert tokens == [row.num_tokens, WANTED]
+    model.model.base_model.layers = torch.nn.ModuleList()
+    assert not last_layer.narrow_last_layer(model.model)
 
 
 # ---- which tokens --------------------------------------------------------------------------------
