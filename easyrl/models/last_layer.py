@@ -145,11 +145,14 @@ def attend_from_wanted(
     """[1, heads, W, D] of the wanted tokens' ``query``, ``key`` and ``value``, which are that too,
     with the others' keys and values."""
 
-    def row(own: Tensor, of_others: Tensor | None = None) -> Tensor:
+    assert others.key is not None and others.value is not None, "its layer has no attention of ours"
+
+    def row(own: Tensor) -> Tensor:
         num_tokens = len(wanted.positions) + len(wanted.others)
         whole = own.new_zeros(*own.shape[:2], num_tokens, own.shape[3])
-        whole = whole.index_copy(2, wanted.positions, own)
-        return whole if of_others is None else whole.index_copy(2, wanted.others, of_others)
+        return whole.index_copy(2, wanted.positions, own)
 
-    whole = row(query), row(key, others.key), row(value, others.value)
-    return attention(*whole, wanted.layout, scale).index_select(2, wanted.positions)
+    keys = row(key).index_copy(2, wanted.others, others.key)
+    values = row(value).index_copy(2, wanted.others, others.value)
+    output = attention(row(query), keys, values, wanted.layout, scale)
+    return output.index_select(2, wanted.positions)
