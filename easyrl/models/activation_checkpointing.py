@@ -52,7 +52,7 @@ def checkpoint_activations(
     if mode == "none":
         return
     again = _recomputed(mode)
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = decoder_layers(model)
     if not layers:
         from easyrl.config import ConfigError  # torch and transformers are all that a model needs
 
@@ -63,6 +63,11 @@ def checkpoint_activations(
     for layer in layers[::every]:
         layer.gradient_checkpointing = True
         setattr(layer, "_gradient_checkpointing_func", again)  # noqa: B010, for the type checker
+
+
+def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """Of a Hugging Face model, in their order; empty where its modeling file marks none."""
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def checkpoint_layers(

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.kernels.attention.path_gather import gather_tokens
 from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.models.activation_checkpointing import decoder_layers
 
 SHORTEST = 32  # tokens of a segment's beginning that are left out; fewer are not worth a gap
 LEAST_SHARE = 0.25  # of a row's tokens; to leave out fewer takes about as long as it saves
@@ -87,11 +87,17 @@ def _wanted_tokens(layout: SegmentLayout, predictor_index: Tensor) -> WantedToke
     )
 
 
+def gather_predictors(hidden: Tensor, index: Tensor, wanted: WantedTokens | None) -> Tensor:
+    """[N, H] of ``hidden``, the row's [T, H], or with ``wanted`` these tokens' [W, H]; ``index``
+    [N] is the predictors' in the row."""
+    return gather_tokens(hidden, index if wanted is None else wanted.predictors)
+
+
 def narrow_last_layer(model: PreTrainedModel) -> bool:
     """Has the last decoder layer take ``wanted``, a ``WantedTokens``, and give these tokens' hidden
     states, [1, W, H]. False: it finds none. Whether the model bears it, ``row_check`` finds out.
     """
-    layers = [m for m in model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = decoder_layers(model)
     if not layers:
         return False
     forward = layers[-1].forward
@@ -144,7 +150,6 @@ def attend_from_wanted(
 ) -> Tensor:
     """[1, heads, W, D] of the wanted tokens' ``query``, ``key`` and ``value``, which are that too,
     with the others' keys and values."""
-
     assert others.key is not None and others.value is not None, "its layer has no attention of ours"
 
     def row(own: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from easyrl.kernels.attention.path_gather import gather_tokens
 from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.models.last_layer import gather_predictors
 from easyrl.models.policy_model import PolicyModel
 from easyrl.models.row_forward import PackedForward
 from easyrl.schema import MicroBatch
@@ -96,9 +96,8 @@ class OffloadedModel:
             hidden = {i: norm(hidden[i])[0] for i in run}
             head = next(visits)
             for i in run:
-                row, chosen = rows[i][0], wanted[i]
-                index = row.predictor_index if chosen is None else chosen.predictors
-                predictors = gather_tokens(hidden[i], index)
+                row = rows[i][0]
+                predictors = gather_predictors(hidden[i], row.predictor_index, wanted[i])
                 results[i], _ = head(predictors, row.label_ids, temperature)
         return results
 

@@ -22,6 +22,7 @@ from easyrl.models.last_layer import (
     StatesOfOthers,
     WantedTokens,
     attend_from_wanted,
+    gather_predictors,
     wanted_tokens,
 )
 
@@ -81,7 +82,7 @@ class PackedForward:
             checked_attention=self.attention,
             wanted=wanted,
         ).last_hidden_state[0]  # [T, H], or of the wanted tokens
-        return gather_tokens(hidden, index if wanted is None else wanted.predictors)
+        return gather_predictors(hidden, index, wanted)
 
     def wanted(
         self, model: PreTrainedModel, layout: SegmentLayout, index: Tensor

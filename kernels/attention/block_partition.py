@@ -45,8 +45,7 @@ def partition(
     """
     triangles: list[tuple[int, int]] = []  # start, length
     full = list(_of_queries(layout))
-    firsts = layout.first_queries or (0,) * len(layout.segments)
-    for (start, length, _), first in zip(layout.segments, firsts, strict=True):
+    for (start, length, _), first in zip(layout.segments, layout.first_queries, strict=True):
         if first == length:
             continue
         if first:

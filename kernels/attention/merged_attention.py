@@ -47,7 +47,7 @@ class _MergedAttention(torch.autograd.Function):
         query, key, value = (_unit_stride(x) for x in (query, key, value))
         _, num_heads, num_tokens, head_size = query.shape
         dtype = partial_attention.softmax_dtype(query.dtype)
-        empty = query.new_empty if layout.first_queries is None else query.new_zeros
+        empty = query.new_empty if layout.all_are_queries else query.new_zeros
         output = empty(num_tokens, num_heads, head_size, dtype=dtype)
         logsumexp = query.new_empty(num_tokens, num_heads, 1, dtype=dtype)
         repeats = num_heads // key.shape[1]
@@ -79,12 +79,12 @@ class _MergedAttention(torch.autograd.Function):
         given = [_by_token(x, repeats) for x in (_unit_stride(grad_output), query, output)]
         given.append(logsumexp.unflatten(1, (-1, repeats)))
         shared = [_shared(key, repeats), _shared(value, repeats)]
-        has_all = ctx.layout.first_queries is None  # tokens are in a causal block
-        grads = [_sums_by_token(x, has_all) for x in (query, key, value)]  # [T, H, D]
+        is_filled = ctx.layout.all_are_queries  # causal blocks then hold every token once
+        grads = [_sums_by_token(x, is_filled) for x in (query, key, value)]  # [T, H, D]
         grad_query = [grads[0].unflatten(1, (-1, repeats))]
         grad_shared = [x.unsqueeze(2).expand(-1, -1, repeats, -1) for x in grads[1:]]
         for block in ctx.layout.derived(partition, *_limits(query.device)):
-            first = block.causal and has_all
+            first = block.causal and is_filled
             for call, (g, q, out, lse, k, v, *sums) in enumerate(
                 zip(
                     *_calls(given, block.queries),

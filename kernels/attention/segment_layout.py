@@ -52,7 +52,7 @@ class SegmentLayout:
 
     With ``first_queries`` the tokens of segment s before its ``first_queries[s]``-th are keys
     alone: nobody looks at what attention gives for their queries, and a backend need not compute
-    it. None: all are queries.
+    it. By default all are queries.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SegmentLayout:
     ) -> None:
         _check_segments(segments)
         self.segments = tuple(segments)
-        self.first_queries = None if first_queries is None else tuple(first_queries)
+        self.first_queries = tuple(first_queries or (0,) * len(segments))
         self.num_tokens = sum(length for _, length, _ in segments)  # T
         self._derived: dict[Hashable, Any] = {}
 
@@ -90,12 +90,15 @@ class SegmentLayout:
             if end > start + length
         )
 
+    @property
+    def all_are_queries(self) -> bool:
+        return not any(self.first_queries)
+
     @cached_property
     def query_stretches(self) -> tuple[tuple[int, int], ...]:
         """Start and end of each stretch of tokens that are queries, as long as they can be."""
         stretches: list[tuple[int, int]] = []
-        firsts = self.first_queries or (0,) * len(self.segments)
-        for (start, length, _), first in zip(self.segments, firsts, strict=True):
+        for (start, length, _), first in zip(self.segments, self.first_queries, strict=True):
             if stretches and stretches[-1][1] == start + first:
                 stretches[-1] = (stretches[-1][0], start + length)
             elif first < length:

@@ -86,11 +86,12 @@ def test_every_backend_is_exact(attention: str, tmp_path: Path, no_casts: None) 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_other_families(name: str, tmp_path: Path, no_casts_anywhere: None) -> None:
-    """The same with the whole last layer, of which other tests know that it is exact."""
     folder = save_any_model(tmp_path, name)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     policy = load(folder, attention="reference")
     assert isinstance(policy.row_forward, PackedForward)
     got = packed_run(policy, ONE_ROW, SHAPES)
+    assert max(relative_errors(got, separate_run(plain, SHAPES))) < BOUND
     policy.row_forward = PackedForward(policy.row_forward.attention)
     errors = relative_errors(got, packed_run(policy, ONE_ROW, SHAPES))
     assert max(errors) < BOUND, errors
