@@ -17,7 +17,7 @@ EASYRL_VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 VLLM_SETUP := setup-vllm
 endif
 
-.PHONY: demo test test-browser test-gpu bench-gpu test-runs test-slow test-triton test-peers test-trackers test-verifiers test-npu-signatures test-vllm test-vllm-slow test-hosts docs lint typecheck setup setup-vllm clean
+.PHONY: demo test test-long test-browser test-gpu bench-gpu test-runs test-slow test-triton test-peers test-trackers test-verifiers test-npu-signatures test-vllm test-vllm-slow test-hosts docs lint typecheck setup setup-vllm clean
 
 # extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
 # split over processes: make demo PARALLEL=tp2pp2; episodes with a calculator: make demo TASK=tools
@@ -30,7 +30,10 @@ MARKED = $$(grep -rl "mark\.$(1)" tests --include="test_*.py" | sort)
 VLLM_TESTS = tests/inference_client/contract $(call MARKED,vllm)
 
 test: setup lint typecheck   ## lint, types and all fast tests
-	$(BIN)/python -m pytest $(WORKERS)
+	$(BIN)/python -m pytest $(WORKERS) --long=without
+
+test-long: setup       ## the longer ones: tests/long_tests.txt
+	$(BIN)/python -m pytest $(WORKERS) --long=only $$(sed 's/::.*//' tests/long_tests.txt | sort -u)
 
 # some of them: make test-runs RUNS=tests/end_to_end/test_resume.py
 RUNS = $(call MARKED,runs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,8 @@ from tests.vllm_environment import missing_vllm
 # which keep their own number.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests that took half a second or more, the mean over their parameters, on two busy cores.
+LONG_TESTS = Path(__file__).with_name("long_tests.txt")
 # Python's collector does not walk, again and again, what torch and transformers leave behind.
 gc.disable()  # while tests are collected, which imports everything
 
@@ -45,7 +48,33 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         raise
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--long",
+        choices=("with", "without", "only"),
+        default="with",
+        help=f"the tests of tests/{LONG_TESTS.name}, which take half a second or more",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _choose_by_length(config, items)
+    _allow_time(items)
+
+
+def _choose_by_length(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = config.getoption("--long")
+    if wanted == "with":
+        return
+    long = set(LONG_TESTS.read_text().split())
+    is_long = [item.nodeid.partition("[")[0] in long for item in items]
+    chosen = [each == (wanted == "only") for each in is_long]
+    left_out = [item for item, is_chosen in zip(items, chosen, strict=True) if not is_chosen]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item, is_chosen in zip(items, chosen, strict=True) if is_chosen]
+
+
+def _allow_time(items: list[pytest.Item]) -> None:
     """A fixture may launch five engines, minutes each on a busy machine; a launch has its end."""
     for item in items:
         takes_long = item.get_closest_marker("runs") or item.get_closest_marker("slow")

@@ -13,6 +13,7 @@ import re
 import textwrap
 import tokenize
 import types
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +28,7 @@ from easyrl.config.base import Section
 
 ROOMS = ("easyrl", "dataloaders", "inference_client", "kernels")
 MOST_READERS = 3
+ATTRIBUTE = re.compile(r"(\w+)?\.(?=(\w+))")  # also of what is no word: ``f(x).name``
 NAMES = {str: "text", int: "integer", float: "number", bool: "true, false", Path: "path"}
 HEAD = """# Configuration
 
@@ -193,9 +195,18 @@ def _comments(owner: type[Section]) -> dict[str, str]:
 def _readers(path: str) -> list[str]:
     """Files that name the key behind its section."""
     *_, section, name = [None, *re.sub(r"\[\]", "", path).split(".")]
-    pattern = re.compile(rf"\.{name}\b" if section is None else rf"\b{section}\.{name}\b")
-    files = [file for file, text in _sources().items() if pattern.search(text)]
-    return files[:MOST_READERS]
+    return _named_in().get((section, name), [])[:MOST_READERS]
+
+
+@cache
+def _named_in() -> dict[tuple[str | None, str], list[str]]:
+    """By word and the attribute behind it, the files that name both; with None for any word."""
+    found: defaultdict[tuple[str | None, str], list[str]] = defaultdict(list)
+    for file, text in _sources().items():
+        pairs = {(match[1], match[2]) for match in ATTRIBUTE.finditer(text)}
+        for pair in pairs | {(None, name) for _, name in pairs}:
+            found[pair].append(file)
+    return found
 
 
 @cache

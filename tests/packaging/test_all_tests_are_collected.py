@@ -1,7 +1,9 @@
-"""No folder of tests has a name that pytest passes over, nor a file a mark that make overlooks."""
+"""No folder of tests has a name that pytest passes over, nor a file a mark that make overlooks, and
+the list of long tests names none that are gone."""
 
 from __future__ import annotations
 
+import ast
 import re
 from fnmatch import fnmatch
 from pathlib import Path
@@ -29,3 +31,19 @@ def test_marks_stand_in_the_files_whose_tests_have_them() -> None:
     }
     assert elsewhere == {"inference_client/contract"}
     assert f"VLLM_TESTS = tests/{elsewhere.pop()} " in (TESTS.parent / "Makefile").read_text()
+
+
+def test_long_tests_are_there_and_run_by_a_target_of_their_own() -> None:
+    listed = (TESTS / "long_tests.txt").read_text().splitlines()
+    assert listed == sorted(set(listed))
+    there = {
+        f"{file}::{node.name}"
+        for file in {line.partition("::")[0] for line in listed}
+        for node in ast.walk(ast.parse((TESTS.parent / file).read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert [line for line in listed if line not in there] == []
+    assert len(listed) > 300
+    makefile, ci = (TESTS.parent / "Makefile").read_text(), (TESTS.parent / ".ci/run").read_text()
+    assert "--long=without" in makefile and "--long=only" in makefile
+    assert "make test\nmake test-long\n" in ci
