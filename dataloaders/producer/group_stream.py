@@ -296,7 +296,7 @@ class GroupStream:
         not longer than ``limit_s``."""
         start = time.monotonic()
         try:
-            item = self._ready.get(block, limit_s)
+            item = self._take(block, limit_s)
         except queue.Empty:
             return False
         finally:
@@ -314,6 +314,22 @@ class GroupStream:
             self._has_more = False
         self._raise_if_ended()
         return True
+
+    def _take(
+        self, block: bool, limit_s: float | None
+    ) -> ReadyGroup | Literal[True] | BaseException | None:
+        """Raises ``queue.Empty``.
+
+        CPython's ``SimpleQueue.get`` with a limit waits for ever where it finds the queue empty and
+        its lock free, and the limit passes before it looks at the clock again. A look that finds
+        nothing takes the lock, and there is one consumer.
+        """
+        try:
+            return self._ready.get_nowait()
+        except queue.Empty:
+            if not block:
+                raise
+        return self._ready.get(True, limit_s)
 
     def _raise_if_ended(self) -> None:
         if self._interruption is not None:

@@ -364,6 +364,21 @@ def test_while_it_waits_for_more_other_work_is_done():
     assert len(pieces) >= 3
 
 
+def test_a_limit_that_has_all_but_passed_ends():
+    """``SimpleQueue.get`` alone hangs in one of some thousand tries."""
+    found: list[bool] = []
+
+    def receive() -> None:
+        for _ in range(30_000):
+            found.append(group_stream.GroupStream(lambda: None)._receive(True, limit_s=1e-9))
+
+    receiving = threading.Thread(target=receive, daemon=True)
+    receiving.start()
+    receiving.join(60)
+    assert not receiving.is_alive()
+    assert len(found) == 30_000 and not any(found)
+
+
 def test_an_interrupt_ends_the_waiting_for_more():
     with with_one_ready(2) as (stream, _):
         threading.Timer(0.3, stream.interrupt, [Stop("SIGTERM")]).start()
