@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from easyrl.engines.base import MetricSums
+from easyrl.runtime.contention import Contention
 from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import MicroBatch, RolloutGroup, TrainedGroup
@@ -95,6 +97,8 @@ def test_lent_where_training_fails() -> None:
 def cores(tmp_path: Path) -> Iterator[SharedCores]:
     threads = torch.get_num_threads()
     shared = SharedCores(tmp_path / "cores", num_cores=3)
+    # other test processes are no reason to compute with one thread
+    shared._contention = Contention(now=lambda: (time.monotonic(), 0.0))
     yield shared
     shared.close()
     torch.set_num_threads(threads)
