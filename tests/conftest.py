@@ -17,7 +17,8 @@ from tests.vllm_environment import missing_vllm
 # which keep their own number.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Tests that took half a second or more, the mean over their parameters, on two busy cores.
+# Tests that took half a second or more on two busy cores, the mean over their parameters: from what
+# ``--durations=0`` said of a whole run, but for those that a change must never go without.
 LONG_TESTS = Path(__file__).with_name("long_tests.txt")
 # Python's collector does not walk, again and again, what torch and transformers leave behind.
 gc.disable()  # while tests are collected, which imports everything
@@ -67,11 +68,12 @@ def _choose_by_length(config: pytest.Config, items: list[pytest.Item]) -> None:
     if wanted == "with":
         return
     long = set(LONG_TESTS.read_text().split())
-    is_long = [item.nodeid.partition("[")[0] in long for item in items]
-    chosen = [each == (wanted == "only") for each in is_long]
-    left_out = [item for item, is_chosen in zip(items, chosen, strict=True) if not is_chosen]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item, is_chosen in zip(items, chosen, strict=True) if is_chosen]
+
+    def is_chosen(item: pytest.Item) -> bool:
+        return (item.nodeid.partition("[")[0] in long) == (wanted == "only")
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
+    items[:] = filter(is_chosen, items)
 
 
 def _allow_time(items: list[pytest.Item]) -> None:
