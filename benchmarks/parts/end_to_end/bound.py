@@ -17,7 +17,7 @@ these requests allow if nothing is trained before it is generated: the batch's t
 in which its groups were complete, none of it before its group was, on one core while others are
 generated and on both, twice as fast, behind the last; with the best of the fixed concurrencies. It
 is no bound: a group costs its share of the batch's training by its tokens, and no other order of
-requests was tried. But it leaves out all that a schedule costs, so ours should not come out faster.
+requests was tried. But it leaves out all that a schedule costs.
 
 Cores of one machine share memory and caches, so that each phase takes longer while the other one is
 at work. How much longer is measured too, of one of the batches: it is generated again and again

@@ -231,8 +231,8 @@ class Comparison:
             )
         if not self.is_arrival_kept:
             lines.append(
-                "  ours is faster than the estimate for groups as they arrive, which says nothing "
-                "then: measure again"
+                "  ours is faster than the estimate for groups as they arrive: with an order of "
+                "requests that it does not try, or measured while the machine was less busy"
             )
         return lines
 
