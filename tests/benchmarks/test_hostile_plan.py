@@ -85,11 +85,14 @@ def test_a_seed_fixes_all():
     "status, said, is_right",
     [
         (2, "noise\neasyrl: no endpoint is up\n", True),
+        (2, "easyrl: model 2.9 s\neasyrl: no endpoint is up after 20 s\n", True),
         (75, "easyrl: no endpoint is up\n", False),
         (2, "Traceback (most recent call last):\neasyrl: no endpoint is up\n", False),
-        (2, "easyrl: none is up: it answered 500: Traceback (most recent\n", True),  # its word
+        (2, "easyrl: no endpoint is up: 500: Traceback (most recent\n", True),  # its word
         (2, "no sentence\n", False),
-        (2, "easyrl: one\neasyrl: two\n", False),
+        (2, "easyrl: data 0.8 s\n", False),
+        (2, "easyrl: no endpoint is up\neasyrl: two\n", False),
+        (2, "easyrl: no endpoint is up\neasyrl: no endpoint is up\n", False),
     ],
 )
 def test_without_endpoints_one_sentence_and_the_right_status_are_wanted(status, said, is_right):

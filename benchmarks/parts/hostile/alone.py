@@ -15,6 +15,7 @@ from benchmarks.parts.hostile.endpoint import HostileEndpoint
 from benchmarks.parts.run_watch import RunWatch
 
 UNUSABLE, GOES_ON = 2, 75  # exit statuses
+SENTENCES = {UNUSABLE: "no endpoint is up", GOES_ON: "no usable endpoint"}
 LIMIT_S = 120.0
 TICK_S = 0.1
 BEFORE = ("internal-errors", "html", "random-bytes", "key-demanded")
@@ -64,11 +65,12 @@ class Alone:
 
     def problem(self, status: int, said: str) -> str | None:
         """What is wrong with how it ended."""
-        sentences = [line for line in said.splitlines() if line.startswith("easyrl: ")]
+        told = [line for line in said.splitlines() if line.startswith("easyrl: ")]
+        sentences = [line for line in told if SENTENCES[self.status] in line]
         if status != self.status:
             return f"ended with status {status}, not {self.status}:\n{said[-2000:]}"
         has_traceback = any(line.startswith("Traceback") for line in said.splitlines())
-        if has_traceback or len(sentences) != 1:  # an endpoint may send the word
+        if has_traceback or sentences != told[-1:]:  # an endpoint may send the word
             return f"did not end with one sentence:\n{said[-2000:]}"
         print(f"nobody healthy, {self.name}: {status}, {sentences[0][:200]}")
         return None
