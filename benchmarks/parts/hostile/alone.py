@@ -70,7 +70,7 @@ class Alone:
         if status != self.status:
             return f"ended with status {status}, not {self.status}:\n{said[-2000:]}"
         has_traceback = any(line.startswith("Traceback") for line in said.splitlines())
-        if has_traceback or sentences != told[-1:]:  # an endpoint may send the word
+        if has_traceback or not told or sentences != told[-1:]:  # an endpoint may send the word
             return f"did not end with one sentence:\n{said[-2000:]}"
         print(f"nobody healthy, {self.name}: {status}, {sentences[0][:200]}")
         return None
