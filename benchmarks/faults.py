@@ -41,6 +41,7 @@ EPOCHS = 2
 PROMPT_TOKENS = 12
 MAX_MODEL_LEN = 256
 LOOK_INTERVAL_S = 0.5
+EVENTS_FILE = "events-rank0.jsonl"
 END_TIMEOUT_S = 60.0
 SCHEDULES = {
     "embedded": Schedule(calm_s=(2.0, 8.0)),
@@ -69,6 +70,11 @@ def main() -> int:
         num_prompts = arguments.batches * BATCH_SIZE // EPOCHS
         prompts = write_prompts(folder / "prompts.jsonl", num_prompts, PROMPT_TOKENS)
         outcome = _run(arguments, folder, model, prompts)
+        if not (folder / "run" / EVENTS_FILE).exists():
+            said = (folder / "trainer.log").read_text(errors="replace")[-5000:]
+            sys.exit(
+                f"the trainer ended with status {outcome.status} before its first event:\n{said}"
+            )
         ledger = read_ledger(folder / "run", dataset_order(num_prompts, EPOCHS))
         used_again = _used_again(folder / "run", outcome.faults)
         result = _report(outcome, ledger, used_again)
@@ -148,7 +154,7 @@ def _show(watch: RunWatch, num_batches: int) -> None:
 
 def _used_again(run_dir: Path, faults: Sequence[Fault]) -> list[float | None]:
     """Seconds from each fault to the first response that its endpoint gave after its return."""
-    served = [e for e in read_events(run_dir / "events-rank0.jsonl") if "endpoint" in e]
+    served = [e for e in read_events(run_dir / EVENTS_FILE) if "endpoint" in e]
     responses = [(e["t"], e["endpoint"]) for e in served if e["event"] == "response_scored"]
 
     def after(fault: Fault) -> float | None:
