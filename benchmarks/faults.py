@@ -41,7 +41,6 @@ EPOCHS = 2
 PROMPT_TOKENS = 12
 MAX_MODEL_LEN = 256
 LOOK_INTERVAL_S = 0.5
-EVENTS_FILE = "events-rank0.jsonl"
 END_TIMEOUT_S = 60.0
 SCHEDULES = {
     "embedded": Schedule(calm_s=(2.0, 8.0)),
@@ -63,24 +62,20 @@ class Outcome:
 def main() -> int:
     arguments = _parse()
     disable_progress_bar()
-    with scratch("faults", keep=arguments.keep) as made:
+    with scratch("faults", keep=True) as made:
         folder = made.folder
         print(f"{arguments.batches} batches of {BATCH_SIZE} prompts, {arguments.engine}; {folder}")
         model = write_random_model(folder / "model", hidden_size=32, num_layers=2)
         num_prompts = arguments.batches * BATCH_SIZE // EPOCHS
         prompts = write_prompts(folder / "prompts.jsonl", num_prompts, PROMPT_TOKENS)
         outcome = _run(arguments, folder, model, prompts)
-        if not (folder / "run" / EVENTS_FILE).exists():
-            said = (folder / "trainer.log").read_text(errors="replace")[-5000:]
-            sys.exit(
-                f"the trainer ended with status {outcome.status} before its first event:\n{said}"
-            )
         ledger = read_ledger(folder / "run", dataset_order(num_prompts, EPOCHS))
         used_again = _used_again(folder / "run", outcome.faults)
         result = _report(outcome, ledger, used_again)
         good = outcome.status == 0 and ledger.is_clean and ledger.batches == arguments.batches
         if not good:
             print((folder / "trainer.log").read_text(errors="replace")[-5000:], file=sys.stderr)
+        made.keep = arguments.keep or not good
         print(json.dumps(result))
         return 0 if good else 1
 
@@ -113,6 +108,8 @@ def _run(arguments: argparse.Namespace, folder: Path, model: Path, prompts: Path
         finally:
             if injector.ident:
                 injector.end()
+        if not watch.num_batches:
+            sys.exit(f"the trainer ended with status {trainer.returncode} before its first batch")
         seconds = time.monotonic() - first_s
         return Outcome(trainer.returncode, seconds, watch.longest_pause_s, injector.faults)
 
@@ -154,7 +151,7 @@ def _show(watch: RunWatch, num_batches: int) -> None:
 
 def _used_again(run_dir: Path, faults: Sequence[Fault]) -> list[float | None]:
     """Seconds from each fault to the first response that its endpoint gave after its return."""
-    served = [e for e in read_events(run_dir / EVENTS_FILE) if "endpoint" in e]
+    served = [e for e in read_events(run_dir / "events-rank0.jsonl") if "endpoint" in e]
     responses = [(e["t"], e["endpoint"]) for e in served if e["event"] == "response_scored"]
 
     def after(fault: Fault) -> float | None:

@@ -221,7 +221,7 @@ def _fits(part: Slice, shape: Sequence[int]) -> bool:
 
 
 def _cover(parts: Iterable[Slice], shape: Sequence[int]) -> bool:
-    """Whether every number of a tensor is in one of its slices."""
+    """Whether every number of a tensor is in one of its slices, all of which fit into it."""
     if prod(shape) == 0 or any(part.sizes == tuple(shape) for part in parts):
         return True
     boxes = [(part.starts, [a + b for a, b in zip(part.starts, part.sizes, strict=True)])

@@ -99,3 +99,16 @@ def test_without_endpoints_one_sentence_and_the_right_status_are_wanted(status, 
     before, after = runs_alone(4)
     assert before.status == 2 and after.status == 75 and len(before.behaviours) == 4
     assert (before.problem(status, said) is None) == is_right
+
+
+@pytest.mark.parametrize(
+    "status, said, is_right",
+    [
+        (75, "easyrl: data 0.8 s\neasyrl: no usable endpoint:\n  one: down\n", True),
+        (2, "easyrl: no usable endpoint:\n", False),
+        (75, "easyrl: no endpoint is up\n", False),
+    ],
+)
+def test_behind_a_batch_it_is_the_outage_s_sentence(status, said, is_right):
+    _, after = runs_alone(4)
+    assert (after.problem(status, said) is None) == is_right

@@ -69,8 +69,9 @@ class Alone:
         sentences = [line for line in told if SENTENCES[self.status] in line]
         if status != self.status:
             return f"ended with status {status}, not {self.status}:\n{said[-2000:]}"
+        # at the start of a line: an endpoint may send the word
         has_traceback = any(line.startswith("Traceback") for line in said.splitlines())
-        if has_traceback or not told or sentences != told[-1:]:  # an endpoint may send the word
+        if has_traceback or len(sentences) != 1 or sentences != told[-1:]:
             return f"did not end with one sentence:\n{said[-2000:]}"
         print(f"nobody healthy, {self.name}: {status}, {sentences[0][:200]}")
         return None
